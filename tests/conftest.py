@@ -1,0 +1,19 @@
+"""What every test may ask for: a `truth` for each real checkpoint, and skips for what this machine lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {
+        "ort": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime-training",
+        "cuda": None if torch.cuda.is_available() else "needs a GPU",
+    }
+    for item in items:
+        for name, reason in missing.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))

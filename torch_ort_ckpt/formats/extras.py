@@ -1,0 +1,128 @@
+"""What ORT's files have no place for, kept in namespaced string properties: ORT's loader carries them along untouched.
+
+- `torch_ort_ckpt.optimizer`: JSON, group -> current learning rate, the step it was true at, hyper-parameters, exact initial rate.
+- `torch_ort_ckpt.floats`: JSON, float properties that float32 (all that ORT stores) would round.
+- `torch_ort_ckpt.partitions`: JSON, weight -> `PartitionInfo`.
+
+ORT may train on and save again with these still inside: a learning rate whose step no longer fits, or a float whose rounded value has
+changed, is stale and dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from typing import Any
+
+from ..errors import CorruptFileError, UnsupportedError
+from ..state import CheckpointState, PartitionInfo, same_number
+from ..storage import PathLike
+
+PREFIX = "torch_ort_ckpt."
+
+
+def pack(state: CheckpointState, path: PathLike, *, wide_floats: bool = False) -> dict[str, int | float | str]:
+    """The state's properties plus ours, as a file with int64 / float32 / string properties can hold them (`wide_floats`: float64)."""
+    properties = checked_properties(state, path)
+    groups: dict[str, dict[str, Any]] = {}
+    for name, group in state.optimizer.items():
+        entry: dict[str, Any] = {}
+        if group.lr is not None:
+            entry.update(lr=group.lr, step=group.step)
+        if group.hyperparameters:
+            entry["hyperparameters"] = group.hyperparameters
+        if not same_number(to_float32(group.initial_lr), float(group.initial_lr)):
+            entry["initial_lr"] = group.initial_lr
+        if entry:
+            groups[name] = entry
+    floats = {
+        name: value
+        for name, value in properties.items()
+        if not wide_floats and isinstance(value, float) and not same_number(to_float32(value), value) and not math.isnan(value)
+    }
+    partitions = {name: dataclasses.asdict(info) for name, info in state.partitions.items()}
+    for key, content in (("optimizer", groups), ("floats", floats), ("partitions", partitions)):
+        if content:
+            properties[PREFIX + key] = dump_json(content, path, key)
+    return properties
+
+
+def unpack(state: CheckpointState, path: PathLike) -> CheckpointState:
+    """Move what `pack` added from `state.properties` to where it belongs (in place)."""
+    groups = _take(state, "optimizer", path)
+    floats = _take(state, "floats", path)
+    partitions = _take(state, "partitions", path)
+    for name, entry in groups.items():
+        group = state.optimizer.get(name)
+        if group is None or not isinstance(entry, dict):
+            continue
+        if isinstance(entry.get("lr"), (int, float)) and entry.get("step") == group.step:
+            group.lr = float(entry["lr"])
+        if isinstance(entry.get("hyperparameters"), dict):
+            group.hyperparameters = entry["hyperparameters"]
+        exact = entry.get("initial_lr")
+        if isinstance(exact, (int, float)) and same_number(to_float32(exact), float(group.initial_lr)):
+            group.initial_lr = float(exact)
+    for name, value in floats.items():
+        rounded = state.properties.get(name)
+        if isinstance(value, float) and isinstance(rounded, float) and same_number(to_float32(value), rounded):
+            state.properties[name] = value
+    for name, entry in partitions.items():
+        state.partitions[name] = partition_from_json(entry, path)
+    return state
+
+
+def checked_properties(state: CheckpointState, path: PathLike) -> dict[str, int | float | str]:
+    """A copy of the properties after checking that every ORT format can hold them."""
+    result: dict[str, int | float | str] = {}
+    for name, value in state.properties.items():
+        where = f"properties/{name}"
+        if not isinstance(name, str) or name.startswith(PREFIX):
+            raise UnsupportedError(f"names starting with {PREFIX!r} are reserved", path=path, field=where)
+        if isinstance(value, bool):
+            value = int(value)
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise UnsupportedError("an integer beyond 64 bits", path=path, field=where, remedy="Store it as a string.")
+        if not isinstance(value, (int, float, str)):
+            raise UnsupportedError(f"a property must be int, float or str, not {type(value).__name__}", path=path, field=where)
+        result[name] = value
+    return result
+
+
+def to_float32(value: float) -> float:
+    """What float32 makes of the value; too large becomes infinite, as in ORT."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def dump_json(content: Any, path: PathLike, field: str) -> str:
+    try:
+        return json.dumps(content, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"holds something that is not plain data ({error})", path=path, field=field) from error
+
+
+def partition_from_json(entry: Any, path: PathLike) -> PartitionInfo:
+    try:
+        values = {key: entry[key] for key in (item.name for item in dataclasses.fields(PartitionInfo)) if key in entry}
+        values["original_dim"] = tuple(int(size) for size in values["original_dim"])
+        return PartitionInfo(**values)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CorruptFileError(f"unreadable partition information ({error})", path=path, field="partitions") from error
+
+
+def _take(state: CheckpointState, key: str, path: PathLike) -> dict[str, Any]:
+    text = state.properties.pop(PREFIX + key, None)
+    if text is None:
+        return {}
+    try:
+        content = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise CorruptFileError("not the JSON object it should be", path=path, field=PREFIX + key)
+    return content

@@ -1,0 +1,237 @@
+"""Bytes on disk: mapped or read buffers that tensors alias, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap as _mmap
+import os
+import secrets
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+import torch
+
+from .errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError
+from .state import Value, byte_view
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just written."""
+
+ALIGNMENT = 64
+"""Where tensor data starts in files we write: a cache line, and enough for every element type."""
+
+
+class FileBuffer:
+    """One file's bytes, mapped copy-on-write (`mmap=True`) or read at once.
+
+    Mapped, nothing is read until touched and writing to a tensor never reaches the file; the mapping outlives a rename or a delete.
+    """
+
+    def __init__(self, path: PathLike, *, mmap: bool = True) -> None:
+        self.path = os.fspath(path)
+        if sys.byteorder != "little":
+            raise CheckpointError("checkpoints are little-endian and this machine is not", path=self.path)
+        with open_file(self.path) as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self._map: _mmap.mmap | None = None
+            self.data: Any = bytearray()
+            if mmap and self.size:
+                with contextlib.suppress(OSError, ValueError):  # some network file systems can't be mapped: read instead
+                    self._map = self.data = _mmap.mmap(file.fileno(), self.size, access=_mmap.ACCESS_COPY)
+            if self._map is None:
+                self.data = _read_all(file, self.size, self.path)
+                self.size = len(self.data)
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], count: int) -> torch.Tensor:
+        """A tensor over the bytes at `offset`; the caller has checked the range. Misaligned data is copied."""
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        if offset % dtype.itemsize:
+            source = torch.frombuffer(self.data, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
+            return source.clone().view(dtype).reshape(shape)
+        flat = torch.frombuffer(self.data, dtype=dtype, count=count, offset=offset)
+        return flat if len(shape) == 1 else flat.reshape(shape)
+
+    def release(self) -> None:
+        """Let the kernel take back the pages read so far. Only for mappings nobody has written to: changes would be lost."""
+        if self._map is not None and hasattr(_mmap, "MADV_DONTNEED"):
+            self._map.madvise(_mmap.MADV_DONTNEED)
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open for reading, with our errors; refuses what is not a regular file (a FIFO would hang)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError("no such file", path=path) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise CheckpointError("not a regular file", path=path)
+    return file
+
+
+def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    try:
+        while done < size:
+            got = file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise CorruptFileError(f"ended at {done} of {size} bytes while being read", path=path)
+            done += got
+    except OSError as error:
+        raise CheckpointError(f"can't be read ({error.strerror})", path=path) from error
+    return data
+
+
+def tensor_bytes(value: torch.Tensor) -> memoryview:
+    """The tensor's elements as bytes, without a copy for contiguous CPU tensors."""
+    return byte_view(value.cpu() if value.device.type != "cpu" else value).numpy().data
+
+
+def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None = None) -> int:
+    """Stream one tensor's bytes into the file; returns how many."""
+    if value.numel() == 0:
+        return 0
+    view = tensor_bytes(value)
+    size = len(view)
+    for start in range(0, size, _CHUNK):
+        chunk = view[start : start + _CHUNK]
+        while chunk:  # raw files may write less than asked
+            written = file.write(chunk)
+            if progress:
+                progress(written)
+            chunk = chunk[written:]
+    return size
+
+
+_CHUNK = 64 << 20
+
+
+@contextlib.contextmanager
+def atomic_write(path: PathLike, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` in one rename when the block ends well, and vanishes when it does not.
+
+    With `durable`, the bytes and the rename are on the medium before this returns.
+    """
+    with pending_file(path) as pending:
+        yield pending.file
+        pending.finish(durable)
+        pending.commit(durable)
+
+
+class PendingFile:
+    """A finished or unfinished temporary beside its target; `commit` is the rename."""
+
+    def __init__(self, path: PathLike) -> None:
+        self.target = Path(os.path.realpath(path))  # through a symbolic link, as an in-place write would go
+        self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        self.committed = False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        try:
+            self.file: BinaryIO = os.fdopen(os.open(self.temporary, flags, 0o666), "wb", buffering=0)
+        except OSError as error:
+            raise save_error(error, path) from error
+        with contextlib.suppress(OSError):  # keep the mode of what is replaced
+            os.chmod(self.temporary, stat.S_IMODE(self.target.stat().st_mode))
+
+    def finish(self, durable: bool) -> None:
+        if durable:
+            os.fsync(self.file.fileno())
+        self.file.close()
+
+    def commit(self, durable: bool, target: Path | None = None) -> None:
+        os.replace(self.temporary, target or self.target)
+        self.committed = True
+        if durable:
+            fsync_directory(self.target.parent)
+
+    def discard(self) -> None:
+        self.file.close()
+        if not self.committed:
+            with contextlib.suppress(OSError):
+                os.unlink(self.temporary)
+
+
+@contextlib.contextmanager
+def pending_file(path: PathLike) -> Iterator[PendingFile]:
+    """A `PendingFile` that is removed unless it was committed. Errors of the file system become `CheckpointError`."""
+    pending = PendingFile(path)
+    try:
+        yield pending
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise save_error(error, path) from error
+    finally:
+        pending.discard()
+
+
+def save_error(error: OSError, path: PathLike) -> CheckpointError:
+    missing = isinstance(error, FileNotFoundError)
+    kind = MissingFileError if missing else CheckpointError
+    return kind(
+        f"can't be written ({error.strerror or error}); what was there before is untouched",
+        path=path,
+        remedy="Create the folder first." if missing else None,
+    )
+
+
+def fsync_directory(folder: Path) -> None:
+    """Make a rename in `folder` durable. Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def directory_lock(folder: Path) -> Iterator[None]:
+    """Keep other writers of this library out of a short sequence of renames in `folder` (where the system has such locks)."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows; a folder that may be written but not read
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def padding(position: int, alignment: int = ALIGNMENT) -> int:
+    """Bytes from `position` to the next multiple of `alignment`."""
+    return -position % alignment
+
+
+def string_array(texts: list[str], shape: tuple[int, ...]) -> Value:
+    """A string tensor: a numpy object array of `str`."""
+    array = np.empty(len(texts), dtype=object)
+    array[:] = texts
+    return array.reshape(shape)
+
+
+def warn(message: str) -> None:
+    """One place for warnings, pointing at the caller outside this library."""
+    prefix = os.path.dirname(os.path.abspath(__file__))
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and os.path.abspath(frame.f_code.co_filename).startswith(prefix):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, CheckpointWarning, stacklevel=level)
