@@ -9,12 +9,14 @@ from .state import CheckpointState, OptimizerGroup, PartitionInfo
 if TYPE_CHECKING:
     from .artifacts import Artifacts
     from .runtime.module import OrtModule
+    from .runtime.optimizer import OrtOptimizer
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "Artifacts": ".artifacts",
     "OrtModule": ".runtime.module",
+    "OrtOptimizer": ".runtime.optimizer",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 
@@ -25,6 +27,7 @@ __all__ = [
     "CheckpointWarning",
     "OptimizerGroup",
     "OrtModule",
+    "OrtOptimizer",
     "PartitionInfo",
     "detect",
     "load",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,9 +11,13 @@ from torch import nn
 from ..artifacts import Artifacts
 from ..engines import Engine, EngineOptions, make
 from ..errors import CheckpointError, UnsupportedError
-from ..state import CheckpointState, is_string
+from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
+from . import checkpoints
 from .inputs import ordered_inputs
+
+if TYPE_CHECKING:
+    from .optimizer import OrtOptimizer
 
 
 class OrtModule(nn.Module):
@@ -52,10 +56,10 @@ class OrtModule(nn.Module):
         self._engine_name = engine
         self._engine: Engine | None = make(engine, self.artifacts, self._options)
         self.nominal = self.artifacts.state.nominal
-        self.seed = torch.initial_seed() if seed is None else seed
-        self.draws = 0
+        self.seed_dropout(_torch_seed() if seed is None else seed)
         self._follows_torch = seed is None
         self._register(self.artifacts.state)
+        checkpoints.restore_position(self, self.artifacts.state, None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
@@ -88,15 +92,55 @@ class OrtModule(nn.Module):
     def device(self) -> torch.device:
         return self._options.device
 
+    @property
+    def options(self) -> EngineOptions:
+        return self._options
+
+    def checkpoint(
+        self,
+        optimizer: OrtOptimizer | None = None,
+        *,
+        scheduler: Any = None,
+        properties: Mapping[str, int | float | str] | None = None,
+    ) -> CheckpointState:
+        """The whole training state, without copying: the tensors are the live ones. Save it with `toc.save`."""
+        return checkpoints.take(self, optimizer, scheduler, properties)
+
+    def load_checkpoint(
+        self, state: CheckpointState | PathLike, optimizer: OrtOptimizer | None = None, *, scheduler: Any = None, strict: bool = True
+    ) -> None:
+        """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's position."""
+        checkpoints.restore(self, state, optimizer, scheduler, strict=strict)
+
     def named_trainable(self) -> dict[str, torch.Tensor]:
         """The parameters the graph gives gradients for, by the graph's names."""
-        tensors = self._tensors()
-        return {name: tensors[index] for name, index in zip(self.artifacts.trainable, self._trainable, strict=True)}
+        specs = list(self.artifacts.parameters)
+        return {specs[index]: _lookup(*self._slots[index]) for index in self._trainable}
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer of the checkpoint, by its name there."""
+        return {name: _lookup(owner, key) for name, (owner, key) in self._places.items()}
+
+    def seed_dropout(self, seed: int, draws: int = 0) -> None:
+        """Where dropout starts: the base seed, and how many training runs have drawn from it."""
+        self.seed, self.draws = seed, draws
+        self._torch_seed = _torch_seed()
+
+    def keep_optimizer_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
+        """Moments of a loaded checkpoint, until an optimizer takes them over."""
+        self._saved_groups = dict(groups)
+
+    def take_optimizer_groups(self) -> dict[str, OptimizerGroup]:
+        groups, self._saved_groups = self._saved_groups, {}
+        return groups
 
     def _register(self, state: CheckpointState) -> None:
         """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
         specs, statistics = self.artifacts.parameters, running_statistics(self.artifacts)
-        self._strings = {name: value for name, value in state.frozen.items() if is_string(value)}
+        self.properties = dict(state.properties)
+        self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
+        self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
+        self.keep_optimizer_groups(state.optimizer)
         places: dict[str, tuple[nn.Module, str]] = {}
         for kind, values in (("trainable", state.trainable), ("frozen", state.frozen)):
             for name, value in values.items():
@@ -109,7 +153,7 @@ class OrtModule(nn.Module):
                 else:
                     owner._buffers[key] = tensor
                 places[name] = (owner, key)
-        self._names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self._strings]}
+        self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
         self._places = places
         self._slots = [places[name] for name in specs]
         order = {name: index for index, name in enumerate(specs)}
@@ -155,8 +199,8 @@ class OrtModule(nn.Module):
         """A number for this step's random draws, from the base seed and how many steps were drawn for."""
         if not self.artifacts.random:
             return None
-        if self._follows_torch and torch.initial_seed() != self.seed:  # the user called torch.manual_seed since
-            self.seed, self.draws = torch.initial_seed(), 0
+        if self._follows_torch and _torch_seed() != self._torch_seed:  # the user called torch.manual_seed since
+            self.seed_dropout(_torch_seed())
         self.draws += 1
         return _mix(self.seed + self.draws * 0x9E3779B97F4A7C15)
 
@@ -215,9 +259,12 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _lookup(owner: nn.Module, key: str) -> torch.Tensor:
-    """A buffer, or what a parametrization computes in the parameter's place."""
-    buffer = owner._buffers.get(key)
-    value = buffer if buffer is not None else getattr(owner, key)
+    """A parameter, a buffer, or what a parametrization computes in its place."""
+    value: Any = owner._parameters.get(key)
+    if value is None:
+        value = owner._buffers.get(key)
+    if value is None:
+        value = getattr(owner, key, None)
     if not isinstance(value, torch.Tensor):
         raise CheckpointError("no longer a tensor", field=key)
     return value
@@ -228,6 +275,11 @@ def _materialize(name: str, value: torch.Tensor, specs: Mapping[str, Any], nomin
         return value.detach().clone(memory_format=torch.contiguous_format).to(device)
     shape = specs[name].shape if name in specs else ()
     return torch.zeros(shape, dtype=value.dtype, device=device)
+
+
+def _torch_seed() -> int:
+    """PyTorch's seed as a checkpoint's properties can hold it (63 bits)."""
+    return torch.initial_seed() & ((1 << 63) - 1)
 
 
 def _mix(number: int) -> int:
