@@ -56,9 +56,20 @@ class OrtEngine:
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         graph = self.training_graph()
         buffer, lease, outputs = graph.run(inputs, parameters, seed)
-        if graph.aliases:
-            return outputs, buffer.views(lease, None, [parameters[index].dtype for index in graph.trainable])
+        if graph.aliases:  # half-precision gradients: the masters get them in their own precision
+            dtypes = [parameters[index].dtype for index in graph.trainable]
+            return outputs, [view.to(dtype) for view, dtype in zip(buffer.views(lease), dtypes, strict=True)]
         return outputs, buffer.steady_views()
+
+    def step_into(
+        self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
+    ) -> tuple[tuple[torch.Tensor, ...], Tensors]:
+        """As `step`, writing over gradients that an earlier step returned: nothing is looked up or handed out anew."""
+        graph = self.training_graph()
+        buffer = graph.pool.owner_of(gradients)
+        if buffer is None:
+            return self.step(inputs, parameters, seed)
+        return graph.execute(buffer.binding, inputs, parameters, seed), gradients
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         with self._lock:
@@ -103,7 +114,11 @@ class _Gradients(torch.autograd.Function):
             flats, ctx.lease, ctx.buffer = ctx.lease, None, None
         if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
             torch._foreach_mul_(flats, grad_loss.reshape(()))
-        gradients = buffer.views(flats, needed, ctx.dtypes)
+        gradients = buffer.views(flats)
+        if ctx.dtypes is not None:
+            gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        if not all(needed):
+            gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
         del flats
         return (None, None, None, None, *gradients)
@@ -198,7 +213,9 @@ class _TrainingGraph(_Session):
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
         buffer, lease = self.pool.take()
-        binding: Binding = buffer.binding
+        return buffer, lease, self.execute(buffer.binding, inputs, parameters, seed)
+
+    def execute(self, binding: Binding, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         binding.bind(inputs, parameters)
         before = [parameters[index].clone() for index, _ in self.statistics]
         if seed is not None:
@@ -208,7 +225,7 @@ class _TrainingGraph(_Session):
             count = len(self.statistics)
             self._unbias(parameters, before, outputs[-count:])
             outputs = outputs[:-count]
-        return buffer, lease, tuple(outputs)
+        return tuple(outputs)
 
     def _unbias(self, parameters: Tensors, before: list[torch.Tensor], shapes: Sequence[torch.Tensor]) -> None:
         """PyTorch keeps the unbiased variance in its running statistics, ORT's CPU kernel the biased one."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from ..artifacts import Artifacts
-from ..engines import Engine, EngineOptions, make
+from ..engines import Engine, EngineOptions, OverwritingEngine, make
 from ..errors import CheckpointError, UnsupportedError
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
@@ -58,6 +58,8 @@ class OrtModule(nn.Module):
         self.nominal = self.artifacts.state.nominal
         self.seed_dropout(_torch_seed() if seed is None else seed)
         self._follows_torch = seed is None
+        self._overwrite = False
+        self._gradients: Any = None
         self._register(self.artifacts.state)
         checkpoints.restore_position(self, self.artifacts.state, None)
 
@@ -78,10 +80,17 @@ class OrtModule(nn.Module):
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
         tensors = self._tensors()
         with torch.no_grad():
-            outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
+            if self._overwrite and self._gradients is not None and self.engine.name == "ort":
+                outputs, gradients = cast(OverwritingEngine, self._engine).step_into(self._gradients, inputs, tensors, self._next_seed())
+            else:
+                outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
             self._count_batches()
             self._deliver([tensors[index] for index in self._trainable], gradients)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def lazy_reset_grad(self) -> None:
+        """The next `train_step` writes over the gradients instead of adding to them (cheaper than setting each `.grad` to None)."""
+        self._overwrite = True
 
     @property
     def engine(self) -> Engine:
@@ -186,18 +195,24 @@ class OrtModule(nn.Module):
         return tensors
 
     def _deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
-        """Add gradients to `.grad`; where there is none yet the gradient itself becomes it."""
+        """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
+        if self._overwrite:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is not gradient:
+                    parameter.grad = None
         old, new = [], []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if not parameter.requires_grad:
+            current = parameter.grad
+            if current is gradient or not parameter.requires_grad:
                 continue
-            if parameter.grad is None:
+            if current is None:
                 parameter.grad = gradient
             else:
-                old.append(parameter.grad)
+                old.append(current)
                 new.append(gradient)
         if old:
             torch._foreach_add_(old, new)
+        self._gradients, self._overwrite = gradients, False
 
     def _count_batches(self) -> None:
         """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
@@ -231,7 +246,7 @@ class OrtModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Sessions can't be copied or pickled; they are made anew on the other side."""
         options = EngineOptions(**{**self._options.__dict__, "session_options": None})
-        return {**self.__dict__, "_engine": None, "_options": options}
+        return {**self.__dict__, "_engine": None, "_options": options, "_gradients": None}
 
 
 class Scope(nn.Module):
