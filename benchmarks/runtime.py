@@ -8,6 +8,7 @@ Without `--threads` both sides run with the defaults a user gets.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -25,7 +26,7 @@ class CNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         channels = [3, 16, 32, 64]
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(channels, channels[1:], strict=False))
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(channels))
         self.norms = nn.ModuleList(nn.BatchNorm2d(b) for b in channels[1:])
         self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(64 * 16, 10)
 

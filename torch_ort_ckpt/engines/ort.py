@@ -6,6 +6,7 @@ own IOBinding with its outputs bound once. A buffer is free again when nobody ou
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from ..graphs import (
 )
 from ..runtime.dlpack import as_input, from_ort, to_ort
 from ..state import split_half_suffix
-from . import EngineOptions, Tensors
+from . import EngineOptions, Tensors, cuda
 from .gradients import GradientBuffer, GradientPool, Lease
 
 __all__ = ["OrtEngine", "describe_session"]
@@ -45,6 +46,11 @@ class OrtEngine:
         self._lock = threading.RLock()
         self._training: _TrainingGraph | None = None
         self._eval: _EvalGraph | None = None
+        if options.device.type == "cuda":
+            device = cuda.check(options.device, _import_onnxruntime().get_available_providers())
+            self.options = dataclasses.replace(options, device=device)
+        elif options.device.type != "cpu":
+            raise UnsupportedError(f"ONNX Runtime runs on cpu and cuda, not on {options.device}", remedy='Use engine="torch".')
         _import_onnxruntime()
 
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
@@ -130,6 +136,8 @@ class _Session:
     def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
         self.session = make_session(model, options)
         self.device = options.device
+        self.stream = cuda.current_stream(options.device) if options.device.type == "cuda" else None
+        self.run_options = cuda.run_options(_import_onnxruntime()) if self.stream is not None else None
         self.specs = list(artifacts.parameters.values())
         self.inputs = [spec.name if spec.name in names else None for spec in artifacts.inputs]
         self.parameters = [(index, name) for index, name in enumerate(artifacts.parameters) if name in names]
@@ -174,7 +182,11 @@ class Binding:
     def run(self) -> list[torch.Tensor]:
         """Execute; returns the outputs named at construction, in memory of their own."""
         try:
-            self.owner.session._sess.run_with_iobinding(self.io, None)
+            if self.owner.stream is None:
+                self.owner.session._sess.run_with_iobinding(self.io, None)
+            else:
+                with cuda.ordered(self.owner.stream):
+                    self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the graph: {error}") from error
         values = self.io.get_outputs()
@@ -282,7 +294,13 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
     for name, size in options.dimensions.items():
         settings.add_free_dimension_override_by_name(name, size)
     try:
-        return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        if options.device.type != "cuda":
+            return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        stream = cuda.current_stream(options.device).cuda_stream
+        chosen = cuda.provider_options(options.device, stream, options.provider_options)
+        session = onnxruntime.InferenceSession(model, settings, providers=[(cuda.PROVIDER, chosen), "CPUExecutionProvider"])
+        cuda.loaded(session.get_providers())
+        return session
     except ort_errors() as error:
         path = model if isinstance(model, str) else None
         raise CheckpointError(f"ONNX Runtime refuses the graph: {error}", path=path) from error

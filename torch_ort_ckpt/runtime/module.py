@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from ..artifacts import Artifacts
 from ..engines import Engine, EngineOptions, OverwritingEngine, make
 from ..errors import CheckpointError, UnsupportedError
+from ..inference import export_inference
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
 from . import checkpoints
@@ -55,7 +56,6 @@ class OrtModule(nn.Module):
         )
         self._engine_name = engine
         self._engine: Engine | None = make(engine, self.artifacts, self._options)
-        self.nominal = self.artifacts.state.nominal
         self.seed_dropout(_torch_seed() if seed is None else seed)
         self._follows_torch = seed is None
         self._overwrite = False
@@ -68,6 +68,9 @@ class OrtModule(nn.Module):
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
         tensors = self._tensors()
         if self.training and torch.is_grad_enabled():
+            if self._overwrite:  # lazy_reset_grad was called
+                self.zero_grad()
+                self._overwrite = False
             outputs = self.engine.train(inputs, tensors, self._next_seed())
             self._count_batches()
         else:
@@ -100,6 +103,15 @@ class OrtModule(nn.Module):
         return self._engine
 
     @property
+    def nominal(self) -> bool:
+        """Whether some parameter has no value yet, the checkpoint being a nominal one."""
+        return bool(self._unfilled)
+
+    def mark_filled(self, names: Iterable[str]) -> None:
+        """These parameters of a nominal checkpoint have been given values."""
+        self._unfilled -= set(names)
+
+    @property
     def device(self) -> torch.device:
         return self._options.device
 
@@ -122,6 +134,11 @@ class OrtModule(nn.Module):
     ) -> None:
         """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's position."""
         checkpoints.restore(self, state, optimizer, scheduler, strict=strict)
+
+    def export_inference(self, path: PathLike, outputs: Sequence[str] | None = None) -> None:
+        """An ONNX model with the weights as they are now, for plain `onnxruntime`. `outputs` may name any value of the eval graph,
+        the loss too; without it the extra outputs are taken."""
+        export_inference(self.artifacts, self.named_tensors(), path, outputs)
 
     def named_trainable(self) -> dict[str, torch.Tensor]:
         """The parameters the graph gives gradients for, by the graph's names."""
@@ -149,6 +166,7 @@ class OrtModule(nn.Module):
         """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
         specs, statistics = self.artifacts.parameters, running_statistics(self.artifacts)
         self.properties = dict(state.properties)
+        self.partitions = dict(state.partitions)
         self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
         self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
         self.keep_optimizer_groups(state.optimizer)
@@ -166,6 +184,7 @@ class OrtModule(nn.Module):
                 places[name] = (owner, key)
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
         self._places = places
+        self._unfilled = set(places) if state.nominal else set()
         self._slots = [places[name] for name in specs]
         owners = {name.rpartition(".")[0] for name in statistics}
         self._counters = [places[name] for name in places if name.endswith("num_batches_tracked") and name.rpartition(".")[0] in owners]
@@ -176,7 +195,7 @@ class OrtModule(nn.Module):
 
     def _tensors(self) -> list[torch.Tensor]:
         """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
-        if self.nominal:
+        if self._unfilled:
             raise CheckpointError(
                 "the checkpoint is nominal: the parameters have no values yet",
                 path=self.artifacts.checkpoint_path,
@@ -231,8 +250,7 @@ class OrtModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        if not result.missing_keys:
-            self.nominal = False
+        self.mark_filled(set(self._places) - set(result.missing_keys))
         return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
