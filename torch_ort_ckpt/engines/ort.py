@@ -25,6 +25,7 @@ from ..graphs import (
     batch_norms,
     direct_gradient_names,
     direct_gradients,
+    fix_dimensions,
     model_bytes,
     refuse_crashes,
 )
@@ -212,7 +213,7 @@ class _TrainingGraph(_Session):
         refuse_crashes(model, options.dimensions, artifacts.training_path)
         norms = batch_norms(model) if options.device.type == "cpu" else []
         gradients = direct_gradient_names(model)
-        changed = direct_gradients(model)
+        changed = direct_gradients(fix_dimensions(model, options.dimensions))
         shapes = add_shape_outputs(changed, [norm.source for norm in norms])
         super().__init__(model_bytes(changed, artifacts.training_path), artifacts, options, {value.name for value in changed.graph.input})
         order = list(artifacts.parameters)
