@@ -25,7 +25,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.runtime.ddp_worker"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, str(exported("mlp").folder), str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*command, str(exported("mlp").folder), str(folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
