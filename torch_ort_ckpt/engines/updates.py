@@ -80,12 +80,17 @@ class GraphUpdater:
         if spec not in self._sessions:
             if len(self._sessions) >= 16:
                 self._sessions.clear()
-            model = self._artifacts.optimizer
+            model, path = self._artifacts.optimizer, self._artifacts.optimizer_path
+            built_in = spec == self._artifacts.optimizer_spec
             if model is None:
-                raise UnsupportedError("an optimizer graph in .ort format", remedy="Keep optimizer_model.onnx.")
-            if spec != self._artifacts.optimizer_spec:
-                model = with_hyperparameters(model, spec)
-            self._sessions[spec] = make_session(model_bytes(model, self._artifacts.optimizer_path), self._options)
+                if not built_in:
+                    raise UnsupportedError(
+                        "hyper-parameters can't be changed in a .ort graph", path=path, remedy="Use optimizer_model.onnx."
+                    )
+                self._sessions[spec] = make_session(str(path), self._options)
+            else:
+                source = model if built_in else with_hyperparameters(model, spec)
+                self._sessions[spec] = make_session(model_bytes(source, path), self._options)
         return self._sessions[spec]
 
     def _arrays(self, role: str, tensors: Tensors) -> list[Any]:
