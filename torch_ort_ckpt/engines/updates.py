@@ -70,7 +70,7 @@ class GraphUpdater:
             (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
-        torch.autograd.graph.increment_version([*update.parameters, *update.first, *update.second])
+        torch.autograd.graph.increment_version(update.parameters)
         return bool(np.asarray(updated).reshape(-1)[0])
 
     def _session(self, spec: OptimizerSpec) -> Any:
@@ -96,7 +96,7 @@ class GraphUpdater:
     def _arrays(self, role: str, tensors: Tensors) -> list[Any]:
         """Arrays over the tensors' memory. They hold no reference (a held gradient could not be reused), so they are only ever used
         for live tensors at the same addresses."""
-        pointers = tuple(tensor.data_ptr() for tensor in tensors)
+        pointers = tuple([tensor.data_ptr() for tensor in tensors])  # a list first: twice as fast as a generator
         known = self._lists.setdefault(role, {})
         if pointers not in known:
             if len(known) >= 4:

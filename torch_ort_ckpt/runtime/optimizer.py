@@ -83,9 +83,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         if not parameters:
             return
         gradients = [parameter.grad for parameter in parameters]
-        if any(gradient.is_sparse for gradient in gradients):
-            raise UnsupportedError("sparse gradients")
-        states = [self._state_of(parameter, group) for parameter in parameters]
+        states = [self.state.get(parameter) or self._state_of(parameter, group) for parameter in parameters]
         step: torch.Tensor = states[0]["step"]
         names = MOMENTS[self.spec.kind]
         moments = [[state[name] for state in states] for name in names] or [[], []]
