@@ -45,7 +45,7 @@ def to_state_dict(
             warn(f"upcast from half precision, no full-precision master exists: {', '.join(sorted(promoted))}")
     if strings := [name for name, value in state.parameters.items() if is_string(value)]:
         warn(f"string tensors can't be in a state dict and are left out: {', '.join(sorted(strings))}")
-    chosen = {name: _as_dtype(state, name, value, dtype) for name, value in state.parameters.items() if name not in strings}
+    chosen = {name: weight_as(state, name, value, dtype) for name, value in state.parameters.items() if name not in strings}
     result = names.to_torch(chosen)
     if include_mixed_precision:
         for name, alias in names.to_torch(state.mixed_precision).items():
@@ -53,7 +53,8 @@ def to_state_dict(
     return result
 
 
-def _as_dtype(state: CheckpointState, name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def weight_as(state: CheckpointState, name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A weight in another precision if it is floating-point; its own half-precision alias where that is what is asked for."""
     if dtype is None or not value.is_floating_point() or value.dtype == dtype:
         return value
     alias = state.mixed_precision.get(name)

@@ -38,6 +38,7 @@ class NameMap:
     how: dict[str, str] = field(default_factory=dict)
     unmatched_ort: tuple[str, ...] = ()
     unmatched_torch: tuple[str, ...] = ()
+    _owners: dict[str, list[tuple[str, bool]]] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def identity(cls) -> NameMap:
@@ -65,19 +66,15 @@ class NameMap:
 
     def to_torch(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
         """ORT-named tensors under their PyTorch names (transposes are views)."""
-        owners: dict[str, list[str]] = {}
-        for name, entry in self.entries.items():
-            owners.setdefault(entry.ort, []).append(name)
-        result: dict[str, Value] = {}
-        for ort, value in tensors.items():
-            straight, turned = value, None
-            for name in owners.get(ort, [ort]):
-                if name in self.entries and self.entries[name].transpose:
-                    turned = transposed(value, name) if turned is None else turned
-                    result[name] = turned
-                else:
-                    result[name] = straight
-        return result
+        return {name: transposed(value, name) if turned else value for ort, value in tensors.items() for name, turned in self.targets(ort)}
+
+    def targets(self, ort: str) -> list[tuple[str, bool]]:
+        """(PyTorch name, whether transposed) of everything an ORT name stands for."""
+        if self._owners is None:
+            self._owners = {}
+            for name, entry in self.entries.items():
+                self._owners.setdefault(entry.ort, []).append((name, entry.transpose))
+        return self._owners.get(ort, [(ort, False)])
 
     def to_ort(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
         """PyTorch-named tensors under their ORT names; of tied ones the first speaks for all."""

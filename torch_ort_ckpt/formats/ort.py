@@ -87,6 +87,11 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     return extras.unpack(split_aliases(state), path)
 
 
+def repair(path: Path) -> bool:
+    """Complete a save with external data that was interrupted between its renames."""
+    return sidecar.repair(path)
+
+
 class _Source:
     """Where tensor bytes come from while reading: the file itself or its sidecar, opened when first needed."""
 
