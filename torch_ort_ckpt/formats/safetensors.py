@@ -27,6 +27,7 @@ from ..state import CheckpointState, nbytes
 from ..storage import FileBuffer, PendingFile, Progress, pending_file
 from . import extras
 from .fileset import Fingerprint, commit, locate
+from .fileset import repair as repair_part
 from .notes import describe, rebuild
 from .safetensors_file import IDENTITY_KEY, identity_of, parse_json, read_file, reported, write_file, write_identity
 
@@ -64,6 +65,18 @@ def _foreign(model: _Bundle) -> CheckpointState:
     for name, value in model.tensors.items():
         (state.trainable if value.is_floating_point() else state.frozen)[name] = value
     return split_aliases(state)
+
+
+def repair(path: Path) -> bool:
+    """Give every part its final name after a save that was cut short; returns whether there was anything to do."""
+    places = _Places.of(path)
+    main = next((place for place in (Path(f"{places.model}{suffix}") for suffix in SUFFIXES) if place.exists()), None)
+    identity = identity_of(main) if main is not None else None
+    if identity is None:
+        return False
+    waiting = [place for place in places.model.parent.iterdir() if place.name.endswith(f".{identity}")]
+    moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
+    return any(moved)
 
 
 def _read_moments(state: CheckpointState, moments: _Bundle) -> None:
