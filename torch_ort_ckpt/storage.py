@@ -73,15 +73,17 @@ def open_file(path: str) -> BinaryIO:
         raise MissingFileError("no such file", path=path) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
-    file = os.fdopen(descriptor, "rb", buffering=0)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise CheckpointError("not a regular file", path=path)
-    return file
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
-    data = bytearray(size)
+    try:
+        data = bytearray(size)
+    except MemoryError as error:
+        raise CheckpointError(f"{size} bytes do not fit in memory", path=path, remedy="Load it with mmap=True.") from error
     view, done = memoryview(data), 0
     try:
         while done < size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ VERSIONS = {1: "ORT 1.16 and 1.17", 2: "ORT 1.18 and later"}
 EXTERNAL_THRESHOLD = 1800 << 20
 """Above this many bytes of tensors data goes to the sidecar, as in ORT."""
 
+_MAX_RANK = 64
 _DTYPES = {number: dtype for number, dtype in TORCH_FROM_ONNX.items() if not dtype.is_complex}
 
 
@@ -127,6 +129,8 @@ class _Source:
         size = count * dtype.itemsize
         offset = table.int64(6, "external_data_offset", -1)
         raw = table.vector(4, 1, "raw_data")
+        if offset < -1:
+            raise self.reader.error(table, "external_data_offset", f"negative offset {offset}")
         if offset >= 0 and self.external:
             if raw is not None and raw[1]:
                 raise self.reader.error(table, "external_data_offset", "has both inline and external data")
@@ -181,12 +185,11 @@ class _Source:
 
 
 def _count(table: Table, dims: tuple[int, ...], reader: Reader) -> int:
-    count = 1
-    for size in dims:
-        if size < 0:
-            raise reader.error(table, "dims", f"negative size {size}")
-        count *= size
-    return count
+    if len(dims) > _MAX_RANK:
+        raise reader.error(table, "dims", f"{len(dims)} dimensions, more than the {_MAX_RANK} that numpy can have")
+    if min(dims, default=0) < 0:
+        raise reader.error(table, "dims", f"negative size {min(dims)}")
+    return math.prod(dims)
 
 
 def _unique(table: Table, number: int, label: str, taken: Mapping[str, Any]) -> str:
@@ -255,6 +258,7 @@ def _write_single(path: Path, layout: Layout, durable: bool, progress: Progress 
             pending.commit(durable)
             if replaces_pair:  # its sidecar belonged to the checkpoint just replaced
                 sidecar.remove(pending.target)
+            sidecar.remove_leftovers(pending.target)
 
 
 def _write_pair(path: Path, layout: Layout, plan: _Plan, durable: bool, progress: Progress | None) -> None:

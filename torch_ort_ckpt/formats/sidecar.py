@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
-from ..storage import FileBuffer, PathLike, PendingFile, directory_lock, fsync_directory, warn
+from ..storage import FileBuffer, PathLike, PendingFile, directory_lock, fsync_directory, save_error, warn
 
 _MAGIC = b"TOCPAIR1"
 _SIZE = 64
@@ -28,7 +28,8 @@ def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
     """Open the data that belongs to the checkpoint `main` was read from."""
     place = path_of(path)
     wanted = _seal(main)
-    candidates = [place] + ([Path(f"{place}.{wanted}")] if wanted else [])
+    homes = dict.fromkeys((place, path_of(os.path.realpath(path))))  # through a link, we write beside the file itself
+    candidates = [candidate for home in homes for candidate in ([home, Path(f"{home}.{wanted}")] if wanted else [home])]
     found: FileBuffer | None = None
     for candidate in candidates:
         if not os.path.lexists(candidate):
@@ -36,7 +37,7 @@ def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
         _refuse_foreign_link(path, candidate)
         found = FileBuffer(candidate, mmap=mmap)
         if not wanted or _seal(found) == wanted:
-            if candidate is not place:
+            if candidate not in homes:
                 warn(
                     f"{path}: the last save was cut short; its data is in {candidate.name}. `torch-ort-ckpt verify --repair` completes it."
                 )
@@ -67,23 +68,25 @@ def commit(data: PendingFile, main: PendingFile, identity: str, durable: bool) -
         os.replace(waiting, path_of(main.target))
         if durable:
             fsync_directory(main.target.parent)
-        _remove_leftovers(main.target)
+        remove_leftovers(main.target)
 
 
 def repair(path: Path) -> bool:
     """Finish a save that was interrupted between its two renames; returns whether there was anything to do."""
-    main = FileBuffer(path)
-    wanted = _seal(main)
-    if not wanted:
-        return False
-    waiting = Path(f"{path_of(path)}.{wanted}")
-    if not waiting.exists():
-        return False
-    _refuse_foreign_link(path, waiting)
-    if _seal(FileBuffer(waiting)) != wanted:
-        return False
-    os.replace(waiting, path_of(path))
-    fsync_directory(Path(os.path.abspath(path)).parent)
+    target = Path(os.path.realpath(path))
+    with directory_lock(target.parent):
+        wanted = _seal(FileBuffer(target))
+        waiting = Path(f"{path_of(target)}.{wanted}")
+        if not wanted or not os.path.lexists(waiting):
+            return False
+        _refuse_foreign_link(target, waiting)
+        if _seal(FileBuffer(waiting)) != wanted:
+            return False
+        try:
+            os.replace(waiting, path_of(target))
+            fsync_directory(target.parent)
+        except OSError as error:
+            raise save_error(error, path_of(target)) from error
     return True
 
 
@@ -111,10 +114,9 @@ def remove(target: Path) -> None:
     """The data of a checkpoint that no longer has any."""
     with contextlib.suppress(OSError):
         os.unlink(path_of(target))
-    _remove_leftovers(target)
 
 
-def _remove_leftovers(target: Path) -> None:
+def remove_leftovers(target: Path) -> None:
     """Data files of interrupted saves that nothing refers to any more."""
     names: Iterable[str] = ()
     with contextlib.suppress(OSError):
