@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap as _mmap
 import os
+import re
 import secrets
 import stat
 import sys
@@ -137,13 +138,17 @@ class PendingFile:
 
     def __init__(self, path: PathLike) -> None:
         self.target = Path(os.path.realpath(path))  # through a symbolic link, as an in-place write would go
-        self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         self.committed = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        try:
-            self.file: BinaryIO = os.fdopen(os.open(self.temporary, flags, 0o666), "wb", buffering=0)
-        except OSError as error:
-            raise save_error(error, path) from error
+        descriptor, self._mark = -1, None
+        while self._mark is None:
+            self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            try:
+                descriptor = os.open(self.temporary, flags, 0o666)
+            except OSError as error:
+                raise save_error(error, path) from error
+            self._mark = _mark_as_alive(descriptor)
+        self.file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
         with contextlib.suppress(OSError):  # keep the mode of what is replaced
             os.chmod(self.temporary, stat.S_IMODE(self.target.stat().st_mode))
 
@@ -163,6 +168,43 @@ class PendingFile:
         if not self.committed:
             with contextlib.suppress(OSError):
                 os.unlink(self.temporary)
+        if self._mark is not None and self._mark >= 0:
+            os.close(self._mark)
+            self._mark = -1
+
+
+def _mark_as_alive(descriptor: int) -> int | None:
+    """Lock a temporary for as long as its writer lives: a descriptor to close at the end (-1 where there are no locks), or None when
+    another writer took the file for an abandoned one before it could be locked."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return -1
+    with contextlib.suppress(OSError):  # file systems without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if os.fstat(descriptor).st_nlink:
+        return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before its rename
+    os.close(descriptor)
+    return None
+
+
+def remove_abandoned(target: Path) -> None:
+    """Delete the temporaries that killed writers of `target` left behind: those that nobody holds a lock on."""
+    try:
+        import fcntl
+
+        names = os.listdir(target.parent)
+    except (ImportError, OSError):
+        return
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+-[0-9a-f]{{8}}\.tmp")
+    for name in filter(pattern.fullmatch, names):
+        with contextlib.suppress(OSError):  # locked, gone already, or a file system without locks
+            descriptor = os.open(target.parent / name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(target.parent / name)
+            finally:
+                os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -171,9 +213,12 @@ def pending_file(path: PathLike) -> Iterator[PendingFile]:
     pending = PendingFile(path)
     try:
         yield pending
+        remove_abandoned(pending.target)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
+        if pending.committed:
+            raise CheckpointError(f"the new file is in place, but may not outlast a power failure ({error.strerror})", path=path) from error
         raise save_error(error, path) from error
     finally:
         pending.discard()
@@ -193,7 +238,10 @@ def fsync_directory(folder: Path) -> None:
     """Make a rename in `folder` durable. Windows has no such call and needs none."""
     if os.name == "nt":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written but not read can't be synced
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -254,11 +254,9 @@ def _write_single(path: Path, layout: Layout, durable: bool, progress: Progress 
         _write_layout(pending.file, layout, progress)
         pending.finish(durable)
         with directory_lock(pending.target.parent):
-            replaces_pair = _has_external_data(path)
+            replaced_pair = _has_external_data(path)
             pending.commit(durable)
-            if replaces_pair:  # its sidecar belonged to the checkpoint just replaced
-                sidecar.remove(pending.target)
-            sidecar.remove_leftovers(pending.target)
+            sidecar.remove(pending.target, replaced_pair=replaced_pair)
 
 
 def _write_pair(path: Path, layout: Layout, plan: _Plan, durable: bool, progress: Progress | None) -> None:

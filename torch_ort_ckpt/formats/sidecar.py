@@ -8,12 +8,13 @@ finds the checkpoint's seal missing from `<path>.data` looks for `<path>.data.<i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
-from ..storage import FileBuffer, PathLike, PendingFile, directory_lock, fsync_directory, save_error, warn
+from ..storage import FileBuffer, PathLike, PendingFile, directory_lock, fsync_directory, remove_abandoned, save_error, warn
 
 _MAGIC = b"TOCPAIR1"
 _SIZE = 64
@@ -63,8 +64,15 @@ def commit(data: PendingFile, main: PendingFile, identity: str, durable: bool) -
     main.finish(durable)
     waiting = Path(f"{path_of(main.target)}.{identity}")
     with directory_lock(main.target.parent):  # two writers of one pair must not mix their renames
+        if path_of(main.target).is_dir():  # known now, it costs nothing; after the commit it would
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         data.commit(durable, waiting)
-        main.commit(durable)
+        try:
+            main.commit(durable)
+        except OSError:
+            if not main.committed and not _belongs(main.target, identity):
+                os.unlink(waiting)
+            raise
         os.replace(waiting, path_of(main.target))
         if durable:
             fsync_directory(main.target.parent)
@@ -90,6 +98,14 @@ def repair(path: Path) -> bool:
     return True
 
 
+def _belongs(path: Path, identity: str) -> bool:
+    """Whether the checkpoint there is the one this data was made for."""
+    try:
+        return _seal(FileBuffer(path)) == identity
+    except CheckpointError:
+        return False
+
+
 def _seal(buffer: FileBuffer) -> str | None:
     """The identity both files of a pair end in; None for files that ORT wrote."""
     if buffer.size < _SIZE:
@@ -110,14 +126,17 @@ def _refuse_foreign_link(path: Path, sidecar: Path) -> None:
         raise CheckpointError("a symbolic link to another folder", path=sidecar, remedy="Put the file itself beside the checkpoint.")
 
 
-def remove(target: Path) -> None:
-    """The data of a checkpoint that no longer has any."""
-    with contextlib.suppress(OSError):
-        os.unlink(path_of(target))
+def remove(target: Path, *, replaced_pair: bool) -> None:
+    """The data of a checkpoint that no longer has any: what belonged to the pair just replaced, or that a killed save of ours left."""
+    with contextlib.suppress(OSError, CheckpointError):
+        if replaced_pair or _seal(FileBuffer(path_of(target))):
+            os.unlink(path_of(target))
+    remove_leftovers(target)
 
 
 def remove_leftovers(target: Path) -> None:
     """Data files of interrupted saves that nothing refers to any more."""
+    remove_abandoned(path_of(target))
     names: Iterable[str] = ()
     with contextlib.suppress(OSError):
         names = os.listdir(target.parent)
