@@ -49,6 +49,10 @@ class Reader:
                 raise self.error(parent, label, "overlaps another part of the file")
             end = stop
 
+    def close(self) -> None:
+        """Drop what was visited. Tables and reader hold each other, and with them the mapped file, until the garbage collector comes."""
+        self._extents.clear()
+
     def error(self, parent: Table | None, label: str, what: str) -> CorruptFileError:
         return CorruptFileError(
             what,

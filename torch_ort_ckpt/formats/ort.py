@@ -6,6 +6,7 @@ from memory; ORT's own verifier and loader accept that order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -56,8 +57,12 @@ def matches(path: Path) -> bool:
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a checkpoint file and, where it says so, its sidecar."""
     buffer = FileBuffer(path, mmap=mmap)
-    reader = Reader(buffer.data, os.fspath(path))
-    root = reader.root(IDENTIFIER)
+    with contextlib.closing(Reader(buffer.data, os.fspath(path))) as reader:
+        return extras.unpack(split_aliases(_read(path, _Source(path, buffer, reader, mmap))), path)
+
+
+def _read(path: Path, source: _Source) -> CheckpointState:
+    root = source.reader.root(IDENTIFIER)
     version = root.int32(0, "version")
     if version not in VERSIONS:
         raise UnsupportedError(
@@ -67,7 +72,6 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
             remedy="Either the file is damaged, or a newer release wrote it: update torch-ort-ckpt.",
         )
     state = CheckpointState(format_version=version)
-    source = _Source(path, buffer, reader, mmap)
     module = root.table(1, "module_state")
     if module is not None:
         state.nominal = source.nominal = module.boolean(2, "is_nominal_state")
@@ -85,10 +89,10 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
         state.optimizer[name] = group
     if (bag := root.table(3, "property_bag")) is not None:
         _read_properties(bag, state.properties)
-    reader.finish()
+    source.reader.finish()
     source.check_overlap()
     state._buffers = tuple(source.buffers)
-    return extras.unpack(split_aliases(state), path)
+    return state
 
 
 class _Source:
@@ -421,8 +425,9 @@ def merge_groups(state: CheckpointState) -> CheckpointState:
 
 def _has_external_data(path: Path) -> bool:
     """Whether `path` now holds a checkpoint whose data is in its sidecar. Anything unreadable is left alone."""
-    try:
-        module = Reader(FileBuffer(path).data, os.fspath(path)).root(IDENTIFIER).table(1, "module_state")
-        return module is not None and module.boolean(3, "has_external_data")
-    except CheckpointError:
-        return False
+    with contextlib.suppress(CheckpointError):
+        reader = Reader(FileBuffer(path).data, os.fspath(path))
+        with contextlib.closing(reader):
+            module = reader.root(IDENTIFIER).table(1, "module_state")
+            return module is not None and module.boolean(3, "has_external_data")
+    return False
