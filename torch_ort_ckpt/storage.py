@@ -40,7 +40,8 @@ class FileBuffer:
         if sys.byteorder != "little":
             raise CheckpointError("checkpoints are little-endian and this machine is not", path=self.path)
         with open_file(self.path) as file:
-            self.size = os.fstat(file.fileno()).st_size
+            self._origin = os.fstat(file.fileno())
+            self.size = self._origin.st_size
             self._map: _mmap.mmap | None = None
             self.data: Any = bytearray()
             if mmap and self.size:
@@ -59,6 +60,14 @@ class FileBuffer:
             return source.clone().view(dtype).reshape(shape)
         flat = torch.frombuffer(self.data, dtype=dtype, count=count, offset=offset)
         return flat if len(shape) == 1 else flat.reshape(shape)
+
+    def replaced(self) -> bool:
+        """Whether the path now leads to another file, or to other content, than what was opened here."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return True
+        return any(getattr(now, key) != getattr(self._origin, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
 
     def release(self) -> None:
         """Let the kernel take back the pages read so far. Only for mappings nobody has written to: changes would be lost."""

@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 
 import torch_ort_ckpt as toc
 
@@ -32,6 +33,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     ours = tmp_path_factory.mktemp("ours")
     for name in ("fbv2_ort1_19_2_adamw_full", "fbv2_ort1_19_2_strings", "fbv2_ort1_19_2_dtypes"):
         state = toc.load(Truth(name).checkpoint)
+        masters = [(weight, value) for weight, value in state.parameters.items() if getattr(value, "dtype", None) == torch.float32]
+        state.mixed_precision.update((weight, value.half()) for weight, value in masters)
         for group in state.optimizer.values():
             group.lr, group.hyperparameters = 0.02, {"betas": [0.9, 0.95]}
         state.properties["third"] = 1 / 3
@@ -39,7 +42,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
         for external in (False, True):
             place = ours / f"{name}-{external}"
             place.mkdir()
-            toc.save(state, place / "checkpoint", external_data=external)
+            toc.save(state, place / "checkpoint", include_mixed_precision=True, external_data=external)
             found.append(sample(place / "checkpoint", spots))
     return found
 

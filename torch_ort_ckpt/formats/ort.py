@@ -43,6 +43,7 @@ EXTERNAL_THRESHOLD = 1800 << 20
 """Above this many bytes of tensors data goes to the sidecar, as in ORT."""
 
 _MAX_RANK = 64
+_ATTEMPTS = 50
 _DTYPES = {number: dtype for number, dtype in TORCH_FROM_ONNX.items() if not dtype.is_complex}
 
 
@@ -56,9 +57,15 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a checkpoint file and, where it says so, its sidecar."""
-    buffer = FileBuffer(path, mmap=mmap)
-    with contextlib.closing(Reader(buffer.data, os.fspath(path))) as reader:
-        return extras.unpack(split_aliases(_read(path, _Source(path, buffer, reader, mmap))), path)
+    for _ in range(_ATTEMPTS):
+        buffer = FileBuffer(path, mmap=mmap)
+        with contextlib.closing(Reader(buffer.data, os.fspath(path))) as reader:
+            try:
+                return extras.unpack(split_aliases(_read(path, _Source(path, buffer, reader, mmap))), path)
+            except CheckpointError:
+                if not buffer.replaced():  # else a writer took the data away in between: the next one's is there
+                    raise
+    raise CheckpointError("replaced again and again while being read", path=path)
 
 
 def _read(path: Path, source: _Source) -> CheckpointState:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
@@ -29,18 +29,20 @@ def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
     """Open the data that belongs to the checkpoint `main` was read from."""
     place = path_of(path)
     wanted = _seal(main)
-    homes = dict.fromkeys((place, path_of(os.path.realpath(path))))  # through a link, we write beside the file itself
-    candidates = [candidate for home in homes for candidate in ([home, Path(f"{home}.{wanted}")] if wanted else [home])]
     found: FileBuffer | None = None
-    for candidate in candidates:
-        if not os.path.lexists(candidate):
-            continue
+    for candidate, interrupted in _candidates(path, wanted):
         _refuse_foreign_link(path, candidate)
-        found = FileBuffer(candidate, mmap=mmap)
+        try:
+            found = FileBuffer(candidate, mmap=mmap)
+        except MissingFileError:
+            if candidate.is_symlink():
+                raise
+            continue
         if not wanted or _seal(found) == wanted:
-            if candidate not in homes:
+            if interrupted:
                 warn(
-                    f"{path}: the last save was cut short; its data is in {candidate.name}. `torch-ort-ckpt verify --repair` completes it."
+                    f"{path}: the last save was cut short or is not over yet; its data is in {candidate.name}. "
+                    "`torch-ort-ckpt verify --repair` completes it."
                 )
             return found
     if found is None:
@@ -52,6 +54,15 @@ def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
         path=place,
         remedy="Restore both files from the same copy.",
     )
+
+
+def _candidates(path: Path, wanted: str | None) -> Iterator[tuple[Path, bool]]:
+    """Where the data can be, and whether it is there only because a save was interrupted."""
+    for home in dict.fromkeys((path_of(path), path_of(os.path.realpath(path)))):  # through a link, we write beside the file itself
+        yield home, False
+        if wanted:
+            yield Path(f"{home}.{wanted}"), True
+            yield home, False  # a writer may have renamed it between the two looks
 
 
 def seal(identity: str) -> bytes:
