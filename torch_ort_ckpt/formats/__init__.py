@@ -17,6 +17,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +35,14 @@ FORMATS: tuple[str, ...] = ("ort", "safetensors", "torch")
 def detect(path: PathLike) -> str:
     """Which format this file or folder is in, from its content."""
     place = Path(path)
-    if not place.exists():
-        raise MissingFileError("no such file or folder", path=path)
+    try:
+        mode = place.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError("no such file or folder", path=path) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a FIFO would wait for a writer
+        raise CheckpointError("neither a regular file nor a folder", path=path)
     for name in FORMATS:
         if module(name).matches(place):
             return name

@@ -24,7 +24,7 @@ import torch
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..names import split_aliases
 from ..state import CheckpointState, nbytes
-from ..storage import FileBuffer, PendingFile, Progress, pending_file
+from ..storage import FileBuffer, PendingFile, Progress, directory_lock, pending_file
 from . import extras
 from .fileset import Fingerprint, commit, locate
 from .fileset import repair as repair_part
@@ -75,7 +75,8 @@ def repair(path: Path) -> bool:
     if identity is None:
         return False
     waiting = [place for place in places.model.parent.iterdir() if place.name.endswith(f".{identity}")]
-    moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
+    with directory_lock(places.model.parent):
+        moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
     return any(moved)
 
 
@@ -117,7 +118,7 @@ class _Bundle:
         """`main`: the bundle whose save this one must be of."""
         path = Path(f"{stem}{SUFFIXES[1] if sharded else SUFFIXES[0]}")
         if main is not None:
-            path = locate(main.path, path, main.metadata.get(IDENTITY_KEY), identity_of)
+            path = _located(main, path)
         bundle = cls(path)
         if sharded:
             with reported(path):
@@ -136,7 +137,7 @@ class _Bundle:
         for name in sorted(set(content["weight_map"].values())):
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise CorruptFileError("a shard outside the checkpoint's folder", path=self.path, field=f"weight_map: {name!r}")
-            place = locate(self.path, self.path.parent / name, self.metadata.get(IDENTITY_KEY), identity_of)
+            place = _located(self, self.path.parent / name)
             tensors, _, buffer = read_file(place, mmap)
             if both := sorted(self.tensors.keys() & tensors.keys()):
                 raise CorruptFileError("in two shards", path=place, field=both[0])
@@ -149,6 +150,11 @@ class _Bundle:
     def note(self) -> dict[str, Any]:
         text = self.metadata.get(KEY)
         return parse_json(text.encode()) if text is not None else {}
+
+
+def _located(main: _Bundle, path: Path) -> Path:
+    """`path`, or where an interrupted save left it."""
+    return locate(main.path, [path], main.metadata.get(IDENTITY_KEY), lambda place: (place, identity_of(place)))
 
 
 def write(
