@@ -300,6 +300,11 @@ def test_only_a_head(path: Path) -> None:
     refused(path, b"\x08\0\0\0ODTC", "root", "outside the file")
 
 
+def test_a_number_that_the_end_of_the_file_cuts(path: Path) -> None:
+    table = struct.pack("<I4sHHHHi", 16, b"ODTC", 6, 5, 4, 0, 8) + b"\2"
+    refused(path, table, "root.version", "outside the file")
+
+
 def test_what_is_not_a_file_at_all(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to("loop")
