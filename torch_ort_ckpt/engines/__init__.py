@@ -1,0 +1,1 @@
+"""What executes the graphs: ONNX Runtime or torch."""
