@@ -1,18 +1,45 @@
 """ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit."""
 
+from typing import TYPE_CHECKING, Any
+
 from .errors import CheckpointError, CheckpointWarning
 from .formats import detect, load, save
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
+if TYPE_CHECKING:
+    from .artifacts import Artifacts
+    from .runtime.module import OrtModule
+    from .runtime.optimizer import OrtOptimizer
+
 __version__ = "0.1.0"
 
+_LAZY = {
+    "Artifacts": ".artifacts",
+    "OrtModule": ".runtime.module",
+    "OrtOptimizer": ".runtime.optimizer",
+}
+"""Names that cost an import (onnx, engines) and are looked up when first used."""
+
 __all__ = [
+    "Artifacts",
     "CheckpointError",
     "CheckpointState",
     "CheckpointWarning",
     "OptimizerGroup",
+    "OrtModule",
+    "OrtOptimizer",
     "PartitionInfo",
     "detect",
     "load",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

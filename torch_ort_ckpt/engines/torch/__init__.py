@@ -2,10 +2,11 @@
 
 from importlib import import_module
 
+from .engine import TorchEngine
 from .registry import register_op, supported_ops
 from .translate import Translation, translate
 
 for _family in ("attention", "loss", "math", "microsoft", "nn", "pool", "reduce", "resize", "rnn", "sequence", "shape"):
     import_module(f"{__name__}.ops_{_family}")  # each fills the table of operators
 
-__all__ = ["Translation", "register_op", "supported_ops", "translate"]
+__all__ = ["TorchEngine", "Translation", "register_op", "supported_ops", "translate"]
