@@ -171,7 +171,8 @@ class OrtModule(nn.Module):
                 remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
             )
         tensors: list[torch.Tensor] = [
-            value if (value := owner._parameters.get(key)) is not None else _lookup(owner, key) for owner, key in self._slots
+            owner._parameters[key] if key in owner._parameters else _lookup(owner, key)  # type: ignore[misc]  # never None: we put it there
+            for owner, key in self._slots
         ]
         for index in self._frozen:
             if tensors[index].requires_grad:
