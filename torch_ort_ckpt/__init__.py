@@ -7,7 +7,8 @@ from .formats import detect, load, save
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
-    from .artifacts import Artifacts
+    from .artifacts import Artifacts, OptimizerSpec
+    from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
 
@@ -15,8 +16,10 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Artifacts": ".artifacts",
+    "OptimizerSpec": ".artifacts",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
+    "export_artifacts": ".export",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 
@@ -26,10 +29,12 @@ __all__ = [
     "CheckpointState",
     "CheckpointWarning",
     "OptimizerGroup",
+    "OptimizerSpec",
     "OrtModule",
     "OrtOptimizer",
     "PartitionInfo",
     "detect",
+    "export_artifacts",
     "load",
     "save",
 ]
