@@ -1,7 +1,13 @@
 """ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit."""
 
+from .averaging import average
+from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
+from .comparison import Report, diff
+from .conversion import convert
 from .errors import CheckpointError, CheckpointWarning
 from .formats import detect, load, save
+from .integrity import verify
+from .names import NameMap
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 __version__ = "0.1.0"
@@ -10,9 +16,18 @@ __all__ = [
     "CheckpointError",
     "CheckpointState",
     "CheckpointWarning",
+    "NameMap",
     "OptimizerGroup",
     "PartitionInfo",
+    "Report",
+    "average",
+    "convert",
     "detect",
+    "diff",
+    "from_torch",
     "load",
     "save",
+    "to_optimizer_state_dict",
+    "to_state_dict",
+    "verify",
 ]

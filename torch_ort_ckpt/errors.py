@@ -26,8 +26,8 @@ class CheckpointError(Exception):
         super().__init__(message)
 
     def __str__(self) -> str:
-        where = ": ".join(_printable(part) for part in (self.path, self.field) if part)
-        text = f"{where}: {_printable(self.message)}" if where else _printable(self.message)
+        where = ": ".join(printable(part) for part in (self.path, self.field) if part)
+        text = f"{where}: {printable(self.message)}" if where else printable(self.message)
         return f"{text.rstrip('.')}. {self.remedy}" if self.remedy else text
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -59,6 +59,6 @@ def _rebuild(kind: type[CheckpointError], message: str, path: str | None, field:
     return kind(message, path=path, field=field, remedy=remedy)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Names come from files: keep control characters and lone surrogates out of terminals and logs."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

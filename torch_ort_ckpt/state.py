@@ -262,8 +262,10 @@ def same_tensors(a: Mapping[str, Value], b: Mapping[str, Value]) -> bool:
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements as flat uint8, in row-major order; a view when it is contiguous."""
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
     flat = tensor.detach().resolve_neg().resolve_conj().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single expanded element is contiguous with stride 0
 
 
 def nbytes(value: Value) -> int:

@@ -27,7 +27,7 @@ from ..names import check_aliases
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
 
-FORMATS: tuple[str, ...] = ("ort", "runner", "pbseq", "ortcp", "ortpt")
+FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch")
 """Names of all formats, in the order in which `detect` asks them."""
 
 

@@ -95,7 +95,7 @@ def only_group(state: CheckpointState, path: PathLike) -> OptimizerGroup | None:
             f"this format has one optimizer group, the state {len(state.optimizer)} ({', '.join(sorted(state.optimizer)[:5])})",
             path=path,
             field="optimizer",
-            remedy="Fold them into one with torch_ort_ckpt.formats.ort.merge_groups.",
+            remedy="Fold them into one with torch_ort_ckpt.formats.groups.merge.",
         )
     return next(iter(state.optimizer.values()), None)
 

@@ -6,8 +6,6 @@ from memory; ORT's own verifier and loader accept that order.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import os
 import struct
 from collections.abc import Mapping
@@ -27,12 +25,12 @@ from ..storage import (
     padding,
     pending_file,
     string_array,
-    tensor_bytes,
-    warn,
     write_tensor,
 )
 from . import extras, sidecar
+from .fileset import Fingerprint, commit
 from .flatbuffer import MAX_SIZE, Blob, Field, Layout, Reader, Table, build
+from .groups import prepare
 
 SUFFIXES = (".ortckpt",)
 IDENTIFIER = b"ODTC"
@@ -87,6 +85,11 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     source.check_overlap()
     state._buffers = tuple(source.buffers)
     return extras.unpack(split_aliases(state), path)
+
+
+def repair(path: Path) -> bool:
+    """Complete a save with external data that was interrupted between its renames."""
+    return sidecar.repair(path)
 
 
 class _Source:
@@ -223,16 +226,17 @@ def write(
 
     `version=1` is for devices on ORT 1.16 / 1.17. `external_data` puts tensor data into `<path>.data`; None decides by size as ORT does.
     ORT trains with one group, `group0`: `groups` says what to do with several: refuse ("single"), fold them into one ("merge"), or
-    write them as they are ("keep": we read them back, ORT uses only `group0`).
+    write them as they are ("keep": we read them back, ORT loads the file but can't train from it).
     """
-    state = _checked(state, path, version, groups)
+    _check(state, path, version)
+    state, notes = prepare(state, path, groups)
     total = sum(nbytes(value) for _, value in state.tensors() if not is_string(value))
     external = total > EXTERNAL_THRESHOLD and version >= 2 and not state.nominal if external_data is None else external_data
     if external and version == 1:
         raise UnsupportedError("version 1 has no external data", path=path, remedy="Write version 2, or pass external_data=False.")
     if external and state.nominal:
         raise UnsupportedError("a nominal checkpoint has no data to put elsewhere", path=path)
-    plan = _Plan(state, path, version, external)
+    plan = _Plan(state, path, version, external, notes)
     layout = build(plan.root(), IDENTIFIER)
     if layout.size > MAX_SIZE:
         raise UnsupportedError(
@@ -258,19 +262,18 @@ def _write_single(path: Path, layout: Layout, durable: bool, progress: Progress 
 
 
 def _write_pair(path: Path, layout: Layout, plan: _Plan, durable: bool, progress: Progress | None) -> None:
-    digest = hashlib.sha256(layout.head)
+    fingerprint = Fingerprint(layout.head)
     with pending_file(sidecar.path_of(os.path.realpath(path))) as data, pending_file(path) as main:
         position = 0
         for tensor, offset in plan.outside:
             data.file.write(bytes(offset - position))
             position = offset + write_tensor(data.file, tensor, progress)
-            if tensor.numel():
-                digest.update(tensor_bytes(tensor))
-        identity = digest.hexdigest()[:32]
+            fingerprint.update(tensor)
+        identity = fingerprint.identity()
         data.file.write(sidecar.seal(identity))
         _write_layout(main.file, layout, None)
         main.file.write(bytes(padding(layout.size)) + sidecar.seal(identity))
-        sidecar.commit(data, main, identity, durable)
+        commit(main, [data], identity, durable)
 
 
 def _write_layout(file: BinaryIO, layout: Layout, progress: Progress | None) -> None:
@@ -284,8 +287,8 @@ def _write_layout(file: BinaryIO, layout: Layout, progress: Progress | None) -> 
 class _Plan:
     """Turns a state into tables, deciding for each tensor where its bytes go."""
 
-    def __init__(self, state: CheckpointState, path: Path, version: int, external: bool) -> None:
-        self.state, self.path, self.version, self.external = state, path, version, external
+    def __init__(self, state: CheckpointState, path: Path, version: int, external: bool, notes: dict[str, dict[str, Any]]) -> None:
+        self.state, self.path, self.version, self.external, self.notes = state, path, version, external, notes
         self.outside: list[tuple[torch.Tensor, int]] = []
         self._end = 0
 
@@ -302,7 +305,7 @@ class _Plan:
             module += [Field(3, "bool", True)] if self.external else []
             fields.append(Field(1, "table", module))
         fields.append(Field(2, "tables", [self.group(name, group) for name, group in sorted(state.optimizer.items())]))
-        if properties := extras.pack(state, self.path):
+        if properties := extras.pack(state, self.path, self.notes):
             fields.append(Field(3, "table", self.bag(properties)))
         return fields
 
@@ -372,49 +375,13 @@ def _float_field(number: int, value: float) -> list[Field]:
     return [] if struct.pack("<f", value) == bytes(4) else [Field(number, "float32", value)]
 
 
-def _checked(state: CheckpointState, path: Path, version: int, groups: str) -> CheckpointState:
+def _check(state: CheckpointState, path: Path, version: int) -> None:
     if version not in VERSIONS:
         raise UnsupportedError(f"no version {version} of this format", path=path, remedy="Use 1 (ORT 1.16, 1.17) or 2.")
     if version == 1 and state.nominal:
         raise UnsupportedError("version 1 has no nominal checkpoints", path=path, remedy="Complete the state, or write version 2.")
     if both := state.trainable.keys() & state.frozen.keys():
         raise UnsupportedError("both trainable and frozen", path=path, field=min(both))
-    for name, group in state.optimizer.items():
-        if not -(1 << 63) <= group.step < 1 << 63:
-            raise UnsupportedError("step beyond 64 bits", path=path, field=f"optimizer/{name}")
-    if groups not in ("single", "merge", "keep"):
-        raise CheckpointError(f"groups={groups!r}", path=path, remedy='Use "single", "merge" or "keep".')
-    if len(state.optimizer) > 1 and groups != "keep":
-        if groups == "single":
-            raise UnsupportedError(
-                f"ORT trains with one optimizer group, this state has {len(state.optimizer)} ({', '.join(sorted(state.optimizer)[:5])})",
-                path=path,
-                field="optimizer",
-                remedy='Pass groups="merge" to fold them into one, or groups="keep" to write all of them (ORT will use only group0).',
-            )
-        state = merge_groups(state)
-    return state
-
-
-def merge_groups(state: CheckpointState) -> CheckpointState:
-    """One group `group0` with every parameter's moments. Rates and hyper-parameters that differ can't be kept: a warning names them."""
-    members = list(state.optimizer.values())
-    first = members[0]
-    merged = OptimizerGroup(max(group.step for group in members), first.initial_lr, first.lr)
-    for group in members:
-        for param, moments in group.states.items():
-            if param in merged.states:
-                raise UnsupportedError("in two optimizer groups", field=param)
-            merged.states[param] = dict(moments)
-            if group.step != merged.step and "step" not in moments:
-                merged.states[param]["step"] = torch.tensor(group.step)
-    keys = {key for group in members for key in group.hyperparameters}
-    lost = sorted(key for key in keys if any(group.hyperparameters.get(key) != first.hyperparameters.get(key) for group in members))
-    merged.hyperparameters = {key: value for key, value in first.hyperparameters.items() if key not in lost}
-    lost += [key for key in ("lr", "initial_lr") if any(getattr(group, key) != getattr(first, key) for group in members)]
-    if lost:
-        warn(f"merging {len(members)} optimizer groups: {', '.join(lost)} differ; the rates of the first are kept, the rest is dropped")
-    return dataclasses.replace(state, optimizer={"group0": merged})
 
 
 def _has_external_data(path: Path) -> bool:

@@ -18,6 +18,7 @@ from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string
 from ..storage import FileBuffer, Progress
 from . import extras, protobuf
+from .groups import prepare
 
 SUFFIXES = (".pbseq",)
 READ_BY = "ORT 1.13 to 1.15 (1.14 ignores the saved moments)"
@@ -65,12 +66,13 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     return extras.unpack(split_aliases(state), path)
 
 
-def write(state: CheckpointState, path: Path, *, durable: bool = True, progress: Progress | None = None) -> None:
-    """Write a folder that ORT 1.13 to 1.15 reads."""
+def write(state: CheckpointState, path: Path, *, durable: bool = True, progress: Progress | None = None, groups: str = "single") -> None:
+    """Write a folder that ORT 1.13 to 1.15 reads. `groups` says what to do with several optimizer groups, as in format `ort`."""
     if state.nominal:
         raise UnsupportedError("this format has no nominal checkpoints", path=path, remedy="Complete the state first.")
     if both := state.trainable.keys() & state.frozen.keys():
         raise UnsupportedError("both trainable and frozen", path=path, field=min(both))
+    state, notes = prepare(state, path, groups)
     files: dict[str, list[tuple[bytes, Any]]] = {}
     frozen = {**state.frozen, **joined_aliases(state)}
     for name, values in ((_TRAINABLE, state.trainable), (_FROZEN, frozen)):
@@ -78,7 +80,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             files[name] = _encoded(values, path, name.partition("_")[0])
     for group_name, group in state.optimizer.items():
         files[_file_name(f"{_GROUP}{group_name}{_PROPERTIES}", path)] = [
-            protobuf.encode_scalar(_STEP, _checked_step(group, group_name, path), path),
+            protobuf.encode_scalar(_STEP, group.step, path),
             protobuf.encode_scalar(_RATE, float(group.initial_lr), path),
         ]
         moments: dict[str, dict[str, Value]] = {}
@@ -92,7 +94,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
                     "its file name would read as another group's", path=path, field=f"optimizer/{group_name}/{moment}", remedy="Rename it."
                 )
             files[name] = _encoded(values, path, f"optimizer/{group_name}")
-    if properties := _properties(state, path):
+    if properties := _properties(state, path, notes):
         files[_CUSTOM] = [protobuf.encode_scalar(name, value, path) for name, value in sorted(properties.items())]
     if not files:
         files[_TRAINABLE] = []  # an empty folder would be no checkpoint at all
@@ -162,8 +164,8 @@ def _byte_order(item: tuple[str, Value]) -> bytes:
     return item[0].encode("utf-8", "surrogatepass")
 
 
-def _properties(state: CheckpointState, path: Path) -> dict[str, int | float | str]:
-    properties = extras.pack(state, path)
+def _properties(state: CheckpointState, path: Path, notes: Mapping[str, dict[str, Any]]) -> dict[str, int | float | str]:
+    properties = extras.pack(state, path, notes)
     stateless = {name: sorted(param for param, states in group.states.items() if not states) for name, group in state.optimizer.items()}
     if stateless := {name: params for name, params in stateless.items() if params}:
         properties[_STATELESS] = json.dumps(stateless, sort_keys=True)
@@ -180,12 +182,6 @@ def _restore_stateless(state: CheckpointState, path: Path) -> None:
                 state.optimizer[group].states.setdefault(str(param), {})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not what it should be ({error})", path=path / _CUSTOM, field=_STATELESS) from error
-
-
-def _checked_step(group: OptimizerGroup, name: str, path: Path) -> int:
-    if not -(1 << 63) <= group.step < 1 << 63:
-        raise UnsupportedError("step beyond 64 bits", path=path, field=f"optimizer/{name}")
-    return group.step
 
 
 def _file_name(name: str, path: Path) -> str:
