@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -48,11 +48,14 @@ def read_tree(buffer: FileBuffer) -> Tree:
     """Everything in the file. Tensors alias `buffer`."""
     if bytes(buffer.data[:8]) != SIGNATURE:
         raise CorruptFileError("not an HDF5 file", path=buffer.path)
-    if buffer.size > 8 and buffer.data[8] >= 2:
-        from .hdf5_new import read_new_tree
+    from .hdf5_new import read_new_tree
 
+    if buffer.size > 8 and buffer.data[8] >= 2:
         return read_new_tree(buffer)
-    return _File(buffer).tree()
+    try:
+        return _File(buffer).tree()
+    except DenseLinks:
+        return read_new_tree(buffer)
 
 
 @dataclass
@@ -61,6 +64,10 @@ class Type:
 
     dtype: torch.dtype | None
     size: int
+
+
+class DenseLinks(Exception):
+    """A group that needs libhdf5."""
 
 
 class _File:
@@ -108,11 +115,11 @@ class _File:
         if depth > MAX_DEPTH:
             raise self.error(f"nested deeper than {MAX_DEPTH}", where)
         self.visited.add(address)
-        messages = dict(self.messages(address, where))
+        found = list(self.messages(address, where))
+        messages = dict(found)
         if 0x02 in messages or 0x06 in messages:
-            raise UnsupportedError(
-                "holds links that lead elsewhere, or a newer layout of groups", path=self.buffer.path, field=where, remedy=REPACK
-            )
+            self.refuse_dense(messages.get(0x02, b""), where)
+            return self.members((self.link(content, where) for kind, content in found if kind == 0x06), where, depth)
         if 0x11 in messages:
             btree, heap = struct.unpack("<QQ", self.sized(messages[0x11], 16, where))
             return self.group(btree, heap, where, depth)
@@ -156,25 +163,55 @@ class _File:
 
     def group(self, btree: int, heap: int, where: str, depth: int) -> Tree:
         magic, version, size, _, segment = self.unpack("4sB3xQQQ", heap, where)
-        if magic != b"HEAP" or version != 0:
+        if magic != b"HEAP" or version != 0 or segment + size > self.buffer.size:
             raise self.error("no heap of names where one should be", where)
-        self.take(segment, size, where)
+        return self.members(self.symbols(btree, segment, size, where), where, depth)
+
+    def members(self, links: Iterable[tuple[str, int]], where: str, depth: int) -> Tree:
         tree: Tree = {}
-        for name_at, address, kind in self.entries(btree, where):
-            if name_at >= size:
-                raise self.error("a name outside its heap", where)
-            end = self.buffer.data.find(b"\0", segment + name_at, segment + size)
-            if end < 0:
-                raise self.error("a name without an end", where)
-            self.spend(end - segment - name_at, where)
-            name = self.take(segment + name_at, end - segment - name_at, where).decode("utf-8", "surrogateescape")
+        for name, address in links:
             place = f"{where}/{name}" if where else name
-            if kind == 2:
-                raise UnsupportedError("a symbolic link", path=self.buffer.path, field=place)
             if not name or name in tree or "/" in name:
                 raise self.error(f"the name {name!r} can't be", place)
             tree[name] = self.object(address, place, depth + 1)
         return tree
+
+    def symbols(self, btree: int, segment: int, size: int, where: str) -> Iterator[tuple[str, int]]:
+        """Name and address of everything in a symbol table."""
+        for name_at, address, kind in self.entries(btree, where):
+            end = self.buffer.data.find(b"\0", segment + name_at, segment + size) if name_at < size else -1
+            if end < 0:
+                raise self.error("a name outside its heap", where)
+            self.spend(end - segment - name_at, where)
+            name = self.take(segment + name_at, end - segment - name_at, where).decode("utf-8", "surrogateescape")
+            if kind == 2:
+                raise UnsupportedError("a symbolic link", path=self.buffer.path, field=f"{where}/{name}")
+            yield name, address
+
+    def link(self, content: bytes, where: str) -> tuple[str, int]:
+        """A link message, which h5py writes where names are not ASCII."""
+        version, flags = self.sized(content, 2, where)
+        kind = self.sized(content, 3, where)[2] if flags & 8 else 0
+        position = 2 + bool(flags & 8) + 8 * bool(flags & 4) + bool(flags & 16)
+        width = 1 << (flags & 3)
+        length = int.from_bytes(self.sized(content, position + width, where)[position:], "little")
+        position += width
+        name = self.sized(content, position + length, where)[position:].decode("utf-8", "surrogateescape")
+        if version != 1 or kind != 0:
+            raise UnsupportedError("a link that may lead to another file", path=self.buffer.path, field=f"{where}/{name}")
+        position += length
+        return name, int.from_bytes(self.sized(content, position + 8, where)[position:], "little")
+
+    def refuse_dense(self, content: bytes, where: str) -> None:
+        """Many links with such names lie in a heap of their own, which only libhdf5 knows its way in."""
+        if not content:
+            return
+        position = 2 + 8 * (self.sized(content, 2, where)[1] & 1)
+        heap = int.from_bytes(self.sized(content, position + 8, where)[position:], "little")
+        if heap != UNDEFINED:
+            if self.take(heap, 4, where) == b"FRHP":
+                raise DenseLinks
+            raise self.error("no heap of links where one should be", where)
 
     def entries(self, address: int, where: str) -> Iterator[tuple[int, int, int]]:
         """Name offset, object address and kind of each symbol below a B-tree node."""

@@ -117,13 +117,9 @@ def note(inferred: CheckpointState, state: CheckpointState, path: PathLike) -> s
         content["frozen"] = sorted(state.frozen)
     if inferred.partitions != state.partitions:
         content["partitions"] = {name: dataclasses.asdict(info) for name, info in sorted(state.partitions.items())}
-    if inferred.optimizer.keys() != state.optimizer.keys() or any(
-        _numbers(inferred.optimizer[name]) != _numbers(group) for name, group in state.optimizer.items()
-    ):
-        content["optimizer"] = {
-            name: {**_numbers(group), "steps": {param: own_step(group, param, path) for param in sorted(group.states)}}
-            for name, group in state.optimizer.items()
-        }
+    optimizer = {name: _numbers(group, path) for name, group in state.optimizer.items()}
+    if optimizer != {name: _numbers(group, path) for name, group in inferred.optimizer.items()}:
+        content["optimizer"] = optimizer
     return dump_json(content, path, NOTE) if content else None
 
 
@@ -146,8 +142,15 @@ def restore(state: CheckpointState, text: str | None, path: PathLike) -> Checkpo
     return state
 
 
-def _numbers(group: OptimizerGroup) -> dict[str, Any]:
-    return {"step": group.step, "initial_lr": group.initial_lr, "lr": group.lr, "hyperparameters": group.hyperparameters}
+def _numbers(group: OptimizerGroup, path: PathLike) -> dict[str, Any]:
+    return {
+        "step": group.step,
+        "initial_lr": group.initial_lr,
+        "lr": group.lr,
+        "hyperparameters": group.hyperparameters,
+        "members": sorted(group.states),
+        "own_steps": {param: own_step(group, param, path) for param, states in sorted(group.states.items()) if "step" in states},
+    }
 
 
 def _groups(entries: dict[str, Any], states: States) -> dict[str, OptimizerGroup]:
@@ -156,12 +159,12 @@ def _groups(entries: dict[str, Any], states: States) -> dict[str, OptimizerGroup
         lr = entry["lr"]
         group = OptimizerGroup(int(entry["step"]), float(entry["initial_lr"]), None if lr is None else float(lr))
         group.hyperparameters = dict(entry["hyperparameters"])
-        for param, step in entry["steps"].items():
-            group.states[param] = {moment: value for moment, value in states.get(param, {}).items() if moment != "step"}
-            if int(step) != group.step:
-                group.states[param]["step"] = torch.tensor(int(step))
+        for param in entry["members"]:
+            group.states[str(param)] = {moment: value for moment, value in states.get(param, {}).items() if moment != "step"}
+        for param, step in entry["own_steps"].items():
+            group.states[param]["step"] = torch.tensor(int(step))
         if missing := states.keys() - group.states.keys():
-            raise ValueError(f"no step for {min(missing)}")
+            raise ValueError(f"nothing about {min(missing)}")
         groups[str(name)] = group
     return groups
 
