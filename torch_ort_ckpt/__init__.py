@@ -5,9 +5,10 @@ from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
 from .comparison import Report, diff
 from .conversion import convert
 from .errors import CheckpointError, CheckpointWarning
-from .formats import detect, load, save
+from .formats import detect, load, merge, save
 from .integrity import verify
 from .names import NameMap
+from .partition import PartitionPlan, split
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "NameMap",
     "OptimizerGroup",
     "PartitionInfo",
+    "PartitionPlan",
     "Report",
     "average",
     "convert",
@@ -26,7 +28,9 @@ __all__ = [
     "diff",
     "from_torch",
     "load",
+    "merge",
     "save",
+    "split",
     "to_optimizer_state_dict",
     "to_state_dict",
     "verify",
