@@ -29,6 +29,7 @@ class PendingFolder:
         self.temporary = _sibling(self.target, self.identity, "new")
         self._open: list[BinaryIO] = []
         os.mkdir(self.temporary)
+        self._mark = _lock(self.temporary, wait=True)
 
     def open(self, name: str) -> BinaryIO:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -47,7 +48,6 @@ class PendingFolder:
     def commit(self, durable: bool, owns: Callable[[str], bool]) -> None:
         parent = self.target.parent
         with directory_lock(parent):
-            _remove_leftovers(self.target)
             if os.path.lexists(self.target):
                 _check_replaceable(self.target, owns)
                 aside = _sibling(self.target, self.identity, "old")
@@ -57,11 +57,11 @@ class PendingFolder:
                 os.rename(self.temporary, self.target)
                 if durable:
                     fsync_directory(parent)
-                shutil.rmtree(aside, ignore_errors=True)
             else:
                 os.rename(self.temporary, self.target)
-            if durable:
-                fsync_directory(parent)
+                if durable:
+                    fsync_directory(parent)
+            _remove_leftovers(self.target)
 
     def discard(self) -> None:
         for file in self._open:
@@ -69,6 +69,8 @@ class PendingFolder:
         committed = _sibling(self.target, self.identity, "old").exists() and not self.target.exists()
         if not committed:  # between the two renames the new folder is all there is
             shutil.rmtree(self.temporary, ignore_errors=True)
+        if self._mark is not None:
+            os.close(self._mark)
 
 
 @contextlib.contextmanager
@@ -137,11 +139,30 @@ def _interrupted(target: Path) -> Path | None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """What a save that was cut short after its last rename, or before its first by a process that is gone, left behind."""
-    if not os.path.lexists(target):
-        return
+    """What saves that were cut short left beside a folder that is in place: all that was replaced, and new ones without a living writer."""
     for aside in _siblings(target, "old"):
         shutil.rmtree(aside, ignore_errors=True)
+    for fresh in _siblings(target, "new"):
+        mark = _lock(fresh, wait=False)
+        if mark is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+            os.close(mark)
+
+
+def _lock(folder: Path, wait: bool) -> int | None:
+    """Lock a folder for as long as its writer lives; None where there are no locks, or (without `wait`) someone holds it."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:

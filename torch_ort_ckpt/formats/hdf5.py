@@ -141,7 +141,7 @@ class _File:
             end = position + length
             self.spend(length, where)
             while position + 8 <= end and seen < count:
-                kind, size = self.unpack("HH", position, where)
+                kind, size, flags = self.unpack("HHB", position, where)
                 content = self.take(position + 8, size, where)
                 if position + 8 + size > end:
                     raise self.error("a message longer than its header", where)
@@ -151,6 +151,8 @@ class _File:
                     if len(blocks) > 64:
                         raise self.error("an object header in too many pieces", where)
                     blocks.append(struct.unpack("<QQ", self.sized(content, 16, where)))
+                elif flags & 2:
+                    raise UnsupportedError("shares its description with another object", path=self.buffer.path, field=where, remedy=REPACK)
                 elif kind:
                     yield kind, content
 

@@ -69,7 +69,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
     if (note := moments.note(_from_tree(tree, path), state, path)) is not None:
         tree[moments.NOTE] = note
     with pending_file(path) as pending:
-        with h5py.File(pending.temporary, "w", libver="earliest") as file:
+        with h5py.File(pending.temporary, "w", libver="earliest", locking=False) as file:
             _store(file, tree, path, progress, h5py.string_dtype())
         pending.finish(durable)
         pending.commit(durable)
@@ -193,7 +193,7 @@ def _store(group: Any, tree: Tree, path: Path, progress: Progress | None, text: 
                 group.create_dataset(name, data=_stored_text(value, path, where), dtype=text)
             else:
                 group[name] = value
-        except ValueError as error:  # `a` and `a/b`: one name can't be a dataset and a group
+        except (ValueError, TypeError) as error:  # `a` and `a/b`: one name can't be a dataset and a group
             raise UnsupportedError(f"clashes with the name of another ({error})", path=path, field=where, remedy="Rename one.") from error
 
 

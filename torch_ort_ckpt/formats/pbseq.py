@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..folders import atomic_folder
+from ..folders import repair as repair
 from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string
 from ..storage import FileBuffer, Progress

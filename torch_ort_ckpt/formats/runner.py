@@ -13,6 +13,7 @@ from typing import Any
 from .. import properties as names
 from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
 from ..folders import atomic_folder
+from ..folders import repair as repair
 from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, Value, is_string, nbytes
 from ..storage import FileBuffer, Progress, write_tensor
