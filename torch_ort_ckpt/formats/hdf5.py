@@ -284,7 +284,7 @@ class _File:
     def type(self, content: bytes, where: str) -> Type:
         first, bits, size = struct.unpack("<B3sI", self.sized(content, 8, where))
         kind = first & 0x0F
-        if kind == 0 and not bits[0] & 1 and self.sized(content, 12, where)[8:] == struct.pack("<HH", 0, 8 * size):
+        if kind == 0 and not bits[0] & 1 and struct.unpack("<HH", self.sized(content, 12, where)[8:]) == (0, 8 * size):
             dtype = _INTEGERS.get((size, bool(bits[0] & 8)))
         elif kind == 1 and not bits[0] & 0x41:
             offset, precision, *rest, bias = struct.unpack("<HHBBBBI", self.sized(content, 20, where)[8:])

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from .. import properties as names
+from ..dtypes import HALF_SUFFIXES
 from ..errors import CorruptFileError, UnsupportedError
-from ..state import CheckpointState, OptimizerGroup, Value, is_string, same_number
+from ..state import CheckpointState, OptimizerGroup, Value, alias_name, is_string, same_number
 from ..storage import PathLike
 from .extras import checked_properties, dump_json, partition_from_json
 
@@ -113,6 +114,8 @@ def note(inferred: CheckpointState, state: CheckpointState, path: PathLike) -> s
     wanted = checked_properties(state, path)
     if inferred.properties.keys() != wanted.keys() or not all(same_number(inferred.properties[key], wanted[key]) for key in wanted):
         content["properties"] = wanted
+    if inferred.mixed_precision.keys() != state.mixed_precision.keys():
+        content["aliases"] = sorted(state.mixed_precision)
     if inferred.frozen.keys() != state.frozen.keys():
         content["frozen"] = sorted(state.frozen)
     if inferred.partitions != state.partitions:
@@ -131,13 +134,15 @@ def restore(state: CheckpointState, text: str | None, path: PathLike) -> Checkpo
         content = json.loads(text)
         if "properties" in content:
             state.properties = {str(key): _property(value) for key, value in content["properties"].items()}
+        if "aliases" in content:
+            _set_aliases(state, {str(name) for name in content["aliases"]})
         if "frozen" in content:
             _set_frozen(state, [str(name) for name in content["frozen"]])
         if "partitions" in content:
             state.partitions = {str(name): partition_from_json(entry, path) for name, entry in content["partitions"].items()}
         if "optimizer" in content:
             state.optimizer = _groups(content["optimizer"], state.optimizer.get(GROUP, OptimizerGroup()).states)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError, StopIteration) as error:
         raise CorruptFileError(f"not what it should be ({type(error).__name__}: {error})", path=path, field=NOTE) from error
     return state
 
@@ -167,6 +172,18 @@ def _groups(entries: dict[str, Any], states: States) -> dict[str, OptimizerGroup
             raise ValueError(f"nothing about {min(missing)}")
         groups[str(name)] = group
     return groups
+
+
+def _set_aliases(state: CheckpointState, aliased: set[str]) -> None:
+    for name in state.mixed_precision.keys() - aliased:
+        alias = state.mixed_precision.pop(name)
+        state.trainable[alias_name(name, alias)] = alias
+    for name in aliased - state.mixed_precision.keys():
+        full = next(full for suffix in HALF_SUFFIXES if (full := name + suffix) in state.parameters)
+        alias = state.trainable.pop(full) if full in state.trainable else state.frozen.pop(full)
+        if is_string(alias) or alias_name(name, alias) != full:
+            raise ValueError(f"no alias {full}")
+        state.mixed_precision[name] = alias
 
 
 def _set_frozen(state: CheckpointState, frozen: Iterable[str]) -> None:
