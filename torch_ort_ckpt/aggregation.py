@@ -17,7 +17,7 @@ import torch
 from . import properties as names
 from .errors import CheckpointError
 from .partition import WHOLE, Place, local_part, local_shape, place_of, stretches
-from .state import CheckpointState, OptimizerGroup, Value, byte_view, is_string, same_number, same_tensor
+from .state import CheckpointState, OptimizerGroup, Value, alias_name, byte_view, is_string, same_number, same_tensor
 from .storage import warn
 
 Source: TypeAlias = Callable[[], CheckpointState]
@@ -261,7 +261,7 @@ class _Result:
                 still = name in survey.frozen or (zero and bool(updated) and name not in updated)
                 (state.frozen if still else state.trainable)[name] = self.values["weight", name]
             if ("alias", name) in self.values:
-                state.mixed_precision[name] = self.values["alias", name]
+                self._add_alias(state, name, self.values["alias", name])
         moments: dict[tuple[str, ...], dict[str, Value]] = {}
         for key, value in self.values.items():
             if key[0] == "moment":
@@ -276,6 +276,15 @@ class _Result:
                     if steps[param] != group.step:
                         group.states[param]["step"] = torch.tensor(steps[param])
         return state
+
+    def _add_alias(self, state: CheckpointState, name: str, alias: torch.Tensor) -> None:
+        master = self.values.get(("weight", name))
+        if master is None:  # in a whole state, nothing to be an alias of
+            state.frozen[alias_name(name, alias)] = alias
+        elif is_string(master) or master.shape != alias.shape or master.element_size() < 4 or not master.is_floating_point():
+            raise self.survey.error(f"is no master of a half-precision alias of shape {tuple(alias.shape)}", name)
+        else:
+            state.mixed_precision[name] = alias
 
     def _properties(self) -> dict[str, Any]:
         order = self.survey.order()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import sys
 import warnings
 from collections.abc import Sequence
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointWarning
 from . import commands
 from .output import error_console, print_error, print_warning
 
@@ -20,15 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with warnings.catch_warnings():
+        warnings.simplefilter("always", CheckpointWarning)
         warnings.showwarning = print_warning
         try:
             return int(options.run(options))
         except CheckpointError as error:
             print_error(str(error))
         except OSError as error:
-            if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `head` does
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return 0
             print_error(str(error))
         except KeyboardInterrupt:
             error_console().print("interrupted")

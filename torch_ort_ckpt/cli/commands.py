@@ -19,7 +19,7 @@ from ..formats import FORMATS, format_for, save
 from ..integrity import verify
 from ..state import CheckpointState, format_bytes
 from ..summary import Summary, TensorSummary, summarize
-from .output import console, print_json, progress_bar, table
+from .output import console, print_json, print_line, progress_bar, table
 
 _DTYPES = {short_name(dtype): dtype for dtype in TORCH_FROM_ONNX.values() if dtype.is_floating_point}
 _DTYPES |= {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -61,7 +61,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     out = console()
     version = f" version {found.format_version}" if found.format_version else ""
     nominal = ", nominal (no data)" if found.nominal else ""
-    out.print(f"[bold]{_escape(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors\n")
+    print_line(f"[bold]{_escape(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors\n")
     if found.tensors:
         out.print(_tensor_table(found))
     if found.groups:
@@ -181,7 +181,7 @@ def _convert(options: argparse.Namespace, **more: Any) -> int:
         state = convert(
             options.source, options.destination, overwrite=options.overwrite, durable=not options.no_fsync, progress=advance, **more
         )
-    console().print(f"{_escape(options.destination)}: {more['to']}, {_contents(state)}")
+    print_line(f"{_escape(options.destination)}: {more['to']}, {_contents(state)}")
     return 0
 
 
@@ -204,7 +204,7 @@ def run_diff(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report.to_json())
     elif report.equal:
-        console().print(f"equal: {report.compared} compared")
+        print_line(f"equal: {report.compared} compared")
     else:
         columns = ("what", "difference", "changed", "max |a-b|", "mean |a-b|", "relative")
         rows = [
@@ -240,13 +240,12 @@ def run_verify(options: argparse.Namespace) -> int:
     if options.json:
         print_json([{**dataclasses.asdict(result), "ok": bool(result)} for result in results])
     else:
-        out = console()
         for result in results:
             repaired = ", repaired" if result.repaired else ""
             if result:
-                out.print(f"{_escape(result.path)}: ok ({result.format}, {result.tensors} tensors{repaired})")
+                print_line(f"{_escape(result.path)}: ok ({result.format}, {result.tensors} tensors{repaired})")
             for problem in result.problems:
-                out.print(f"[red]{_escape(result.path)}[/]: {_escape(problem)}")
+                print_line(f"[red]{_escape(result.path)}[/]: {_escape(problem)}")
     return 0 if all(results) else 1
 
 
@@ -269,7 +268,7 @@ def run_average(options: argparse.Namespace) -> int:
     with progress_bar("averaging", sum(map(_size_of, options.paths))) as advance:
         state = average(options.paths, options.weights, progress=advance)
     save(state, options.output, format=target, overwrite=options.overwrite, durable=not options.no_fsync, **more)
-    console().print(f"{_escape(options.output)}: average of {len(options.paths)}, {_contents(state)}")
+    print_line(f"{_escape(options.output)}: average of {len(options.paths)}, {_contents(state)}")
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,11 +18,21 @@ from ..errors import printable
 from ..storage import Progress as Advance
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader of our output went away, as `head` does: nothing to complain about."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+
+
 def console() -> Console:
-    out = Console(highlight=False)
-    if not out.is_terminal:
-        out = Console(highlight=False, width=200)  # piped output is for programs: do not fold it to a guessed width
-    return out
+    out = _Console(highlight=False)
+    return out if out.is_terminal else _Console(highlight=False, width=200)  # piped: do not fold to a guessed width
+
+
+def print_line(markup: str) -> None:
+    """One line, however long."""
+    console().print(markup, soft_wrap=True)
 
 
 def error_console() -> Console:

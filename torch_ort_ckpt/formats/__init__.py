@@ -18,6 +18,7 @@ import glob
 import importlib
 import inspect
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -41,8 +42,14 @@ _FOLDERS = ("pbseq", "runner")
 def detect(path: PathLike) -> str:
     """Which format this file or folder is in, from its content. For a folder of rank files: theirs."""
     place = surviving(path)
-    if not place.exists():
-        raise MissingFileError("no such file or folder", path=path)
+    try:
+        mode = place.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError("no such file or folder", path=path) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a FIFO would wait for a writer
+        raise CheckpointError("neither a regular file nor a folder", path=path)
     if (name := _match(place)) is not None:
         return name
     kinds = {kind for _, kind in _members(place)}
@@ -186,7 +193,7 @@ def _members(folder: Path) -> list[tuple[Path, str]]:
     """The checkpoints in a folder, with their formats. Hidden files are temporaries of saves."""
     if not folder.is_dir():
         return []
-    places = sorted(place for place in folder.iterdir() if not place.name.startswith("."))
+    places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
     return [(place, kind) for place in places if (kind := _match(place)) is not None]
 
 

@@ -46,11 +46,11 @@ _DAMAGE = (
 def matches(path: Path) -> bool:
     """By name, or for a renamed file by the optimizer state in it."""
     try:
-        with open(path, "rb") as file:
-            start = file.read(4)
         if path.name.endswith(SUFFIXES):
-            return start[:2] in (b"PK", b"\x80\x02")
-        return start == b"PK\x03\x04" and _has_marks(path)
+            return path.is_file()
+        with open(path, "rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"
+        return zipped and _has_marks(path)
     except (zipfile.BadZipFile, *_DAMAGE):
         return False
 

@@ -24,9 +24,10 @@ import torch
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..names import split_aliases
 from ..state import CheckpointState, nbytes
-from ..storage import FileBuffer, PendingFile, Progress, pending_file
+from ..storage import FileBuffer, PendingFile, Progress, directory_lock, pending_file
 from . import extras
 from .fileset import Fingerprint, commit, locate
+from .fileset import repair as repair_part
 from .notes import describe, rebuild
 from .safetensors_file import IDENTITY_KEY, identity_of, parse_json, read_file, reported, write_file, write_identity
 
@@ -64,6 +65,19 @@ def _foreign(model: _Bundle) -> CheckpointState:
     for name, value in model.tensors.items():
         (state.trainable if value.is_floating_point() else state.frozen)[name] = value
     return split_aliases(state)
+
+
+def repair(path: Path) -> bool:
+    """Give every part its final name after a save that was cut short; returns whether there was anything to do."""
+    places = _Places.of(path)
+    main = next((place for place in (Path(f"{places.model}{suffix}") for suffix in SUFFIXES) if place.exists()), None)
+    identity = identity_of(main) if main is not None else None
+    if identity is None:
+        return False
+    waiting = [place for place in places.model.parent.iterdir() if place.name.endswith(f".{identity}")]
+    with directory_lock(places.model.parent):
+        moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
+    return any(moved)
 
 
 def _read_moments(state: CheckpointState, moments: _Bundle) -> None:
@@ -104,7 +118,7 @@ class _Bundle:
         """`main`: the bundle whose save this one must be of."""
         path = Path(f"{stem}{SUFFIXES[1] if sharded else SUFFIXES[0]}")
         if main is not None:
-            path = locate(main.path, path, main.metadata.get(IDENTITY_KEY), identity_of)
+            path = _located(main, path)
         bundle = cls(path)
         if sharded:
             with reported(path):
@@ -123,7 +137,7 @@ class _Bundle:
         for name in sorted(set(content["weight_map"].values())):
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise CorruptFileError("a shard outside the checkpoint's folder", path=self.path, field=f"weight_map: {name!r}")
-            place = locate(self.path, self.path.parent / name, self.metadata.get(IDENTITY_KEY), identity_of)
+            place = _located(self, self.path.parent / name)
             tensors, _, buffer = read_file(place, mmap)
             if both := sorted(self.tensors.keys() & tensors.keys()):
                 raise CorruptFileError("in two shards", path=place, field=both[0])
@@ -136,6 +150,11 @@ class _Bundle:
     def note(self) -> dict[str, Any]:
         text = self.metadata.get(KEY)
         return parse_json(text.encode()) if text is not None else {}
+
+
+def _located(main: _Bundle, path: Path) -> Path:
+    """`path`, or where an interrupted save left it."""
+    return locate(main.path, [path], main.metadata.get(IDENTITY_KEY), lambda place: (place, identity_of(place)))
 
 
 def write(
