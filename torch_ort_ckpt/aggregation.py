@@ -191,7 +191,8 @@ class _Survey:
     def _sort_weights(self) -> None:
         """Weights in an order in which ZeRO would cut them the same way again.
 
-        Per rank: what goes on from the rank before, what it has whole, what goes on in the next.
+        Per rank: what goes on from the rank before, what it has whole (empty ones first: at its end they would be the next rank's), what
+        goes on in the next.
         """
         ordered: dict[str, None] = {}
         for index in self.order():
@@ -201,6 +202,7 @@ class _Survey:
             cut = {_weight(key): self.offsets[key, index] for key in own if (key, index) in self.offsets}
             kind = "moment" if any(key[0] == "moment" for key in own) else "weight"
             middle = [_weight(key) for key in own if key[0] == kind and _weight(key) not in cut]
+            middle.sort(key=lambda name: math.prod(self.tensors["weight", name].shape) > 0 if ("weight", name) in self.tensors else True)
             ordered.update(dict.fromkeys([*(name for name in cut if cut[name]), *middle, *cut]))
         ordered.update(dict.fromkeys(_weight(key) for key in self.tensors))
         self.sequence = list(ordered)

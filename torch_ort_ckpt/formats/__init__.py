@@ -161,12 +161,13 @@ def _ranks(path: PathLike | Sequence[PathLike], format: str | None) -> list[Path
     if not isinstance(path, (str, os.PathLike)):
         return list(path)
     place = surviving(path)
-    if place.is_dir():
+    if os.path.isdir(place):
         if format in _FOLDERS or _match(place) is not None:
             return None
         members = [member for member, kind in _members(place) if format in (None, kind)]
         return [*members] if len({kind for _, kind in _members(place)}) == 1 else None
-    if not place.exists() and (found := sorted(glob.glob(os.fspath(path)))):
+    pattern = os.fspath(path)
+    if glob.has_magic(pattern) and not os.path.lexists(pattern) and (found := sorted(glob.glob(pattern))):
         return [*found]
     return None
 
@@ -191,7 +192,7 @@ def _match(place: Path) -> str | None:
 
 def _members(folder: Path) -> list[tuple[Path, str]]:
     """The checkpoints in a folder, with their formats. Hidden files are temporaries of saves."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
     return [(place, kind) for place in places if (kind := _match(place)) is not None]
