@@ -7,9 +7,10 @@ from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
 from .comparison import Report, diff
 from .conversion import convert
 from .errors import CheckpointError, CheckpointWarning
-from .formats import detect, load, save
+from .formats import detect, load, merge, save
 from .integrity import verify
 from .names import NameMap
+from .partition import PartitionPlan, split
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "OrtModule",
     "OrtOptimizer",
     "PartitionInfo",
+    "PartitionPlan",
     "Report",
     "average",
     "convert",
@@ -48,7 +50,9 @@ __all__ = [
     "export_artifacts",
     "from_torch",
     "load",
+    "merge",
     "save",
+    "split",
     "to_optimizer_state_dict",
     "to_state_dict",
     "verify",

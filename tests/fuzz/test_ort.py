@@ -38,7 +38,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
         for group in state.optimizer.values():
             group.lr, group.hyperparameters = 0.02, {"betas": [0.9, 0.95]}
         state.properties["third"] = 1 / 3
-        state.partitions["w"] = toc.PartitionInfo((4, 8), 1, world_size=2)
+        state.partitions["w"] = toc.PartitionInfo((4, 8), 1)
         for external in (False, True):
             place = ours / f"{name}-{external}"
             place.mkdir()
