@@ -101,7 +101,11 @@ def test_a_loss_built_by_the_user(tmp_path: Path) -> None:
     class Scaled(onnxblock.Block):
         def __init__(self) -> None:
             super().__init__()
-            self.loss, self.factor, self.multiply = onnxblock.loss.CrossEntropyLoss(), onnxblock.blocks.Constant(3.0), onnxblock.blocks.Mul()
+            self.loss, self.factor, self.multiply = (
+                onnxblock.loss.CrossEntropyLoss(),
+                onnxblock.blocks.Constant(3.0),
+                onnxblock.blocks.Mul(),
+            )
 
         def build(self, scores: str) -> str:
             return self.multiply(self.loss(scores), self.factor())
