@@ -126,11 +126,17 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
 
 
 def _writing_options(options: argparse.Namespace, target: str) -> dict[str, Any]:
-    owners = {"external_data": "ort", "groups": "ort", "version": "ort", "max_shard_size": "safetensors"}
+    owners = {
+        "external_data": ("ort", "onnx"),
+        "groups": ("ort",),
+        "version": ("ort",),
+        "max_shard_size": ("safetensors",),
+        "model": ("onnx",),
+    }
     chosen = {name: getattr(options, name, None) for name in owners}
     for name, value in chosen.items():
-        if value is not None and owners[name] != target:
-            raise CheckpointError(f"--{name.replace('_', '-')} is for format {owners[name]!r}, the destination is {target!r}")
+        if value is not None and target not in owners[name]:
+            raise CheckpointError(f"--{name.replace('_', '-')} is for format {owners[name][0]!r}, the destination is {target!r}")
     return {name: value for name, value in chosen.items() if value is not None}
 
 
@@ -148,6 +154,7 @@ def _add_convert(subparsers: Any) -> None:
     parser.add_argument("--mixed-precision", action="store_true", help="write the half-precision aliases too")
     parser.add_argument("--upcast-half", action="store_true", help="give weights that exist only as <w>_fp16 an fp32 master")
     parser.add_argument("--version", type=int, choices=(1, 2), help="ort: 1 for devices on ORT 1.16 / 1.17, 2 (default) for 1.18 and later")
+    parser.add_argument("--model", metavar="ONNX", help="onnx: the model whose initializers take the weights (default: DST itself)")
     parser.add_argument("--no-verify", action="store_true", help="do not read the result back")
     _add_writing(parser)
 

@@ -32,7 +32,7 @@ from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
 
-FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch")
+FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx")
 """Names of all formats, in the order in which `detect` asks them."""
 
 _FOLDERS = ("pbseq", "runner")
