@@ -2,8 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .averaging import average
+from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
+from .comparison import Report, diff
+from .conversion import convert
 from .errors import CheckpointError, CheckpointWarning
-from .formats import detect, load, save
+from .formats import detect, load, merge, save
+from .integrity import verify
+from .names import NameMap
+from .partition import PartitionPlan, split
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
@@ -30,16 +37,28 @@ __all__ = [
     "CheckpointError",
     "CheckpointState",
     "CheckpointWarning",
+    "NameMap",
     "OptimizerGroup",
     "OptimizerSpec",
     "OrtModule",
     "OrtOptimizer",
     "PartitionInfo",
+    "PartitionPlan",
+    "Report",
     "TrainingSession",
+    "average",
+    "convert",
     "detect",
+    "diff",
     "export_artifacts",
+    "from_torch",
     "load",
+    "merge",
     "save",
+    "split",
+    "to_optimizer_state_dict",
+    "to_state_dict",
+    "verify",
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 import torch
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # protobuf has no inline types
+from google.protobuf.message import DecodeError
 
 from .dtypes import TORCH_FROM_ONNX, short_name
 from .errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError

@@ -44,6 +44,7 @@ class OrtEngine:
     """See `Engine`. Sessions are made when first needed."""
 
     name = "ort"
+    differentiable = False
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         self.artifacts, self.options = artifacts, options

@@ -13,16 +13,22 @@ from ..errors import CheckpointError, UnsupportedError
 from ..graphs import TensorSpec
 
 
-def ordered_inputs(specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Tensor]:
-    """The graph's inputs from positional arguments, keywords, or one mapping (a batch as a dict)."""
+def ordered_inputs(
+    specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, *, differentiable: bool = False
+) -> list[torch.Tensor]:
+    """The graph's inputs from positional arguments, keywords, or one mapping (a batch as a dict). They stay attached to autograd
+    where the engine is `differentiable`."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
         values = _merge(specs, (), args[0])
     else:
         values = _merge(specs, args, kwargs) if kwargs or len(args) != len(specs) else list(args)
     return [
         value
-        if type(value) is torch.Tensor and value.dtype is spec.dtype and not value.requires_grad and value.device.type == device.type
-        else _converted(spec, value, device)
+        if type(value) is torch.Tensor
+        and value.dtype is spec.dtype
+        and (differentiable or not value.requires_grad)
+        and value.device.type == device.type
+        else _converted(spec, value, device, differentiable)
         for spec, value in zip(specs, values, strict=True)
     ]
 
@@ -43,11 +49,11 @@ def _merge(specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str
     return [given[name] for name in names]
 
 
-def _converted(spec: TensorSpec, given: Any, device: torch.device) -> torch.Tensor:
+def _converted(spec: TensorSpec, given: Any, device: torch.device, differentiable: bool) -> torch.Tensor:
     if not isinstance(given, (torch.Tensor, np.ndarray, np.generic, int, float, bool, list)):
         raise CheckpointError(f"expected a tensor, not {type(given).__name__}", field=spec.name)
     value: torch.Tensor = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device=device)
-    if value.requires_grad and torch.is_grad_enabled():
+    if value.requires_grad and torch.is_grad_enabled() and not differentiable:
         raise UnsupportedError(
             "requires a gradient, and the training graph computes none for its inputs",
             field=spec.name,
@@ -58,14 +64,14 @@ def _converted(spec: TensorSpec, given: Any, device: torch.device) -> torch.Tens
             f"is on {value.device}, the model on {device}", field=spec.name, remedy=f"Call .to({str(device)!r}), or move the model."
         )
     if value.dtype == spec.dtype or spec.dtype is None:
-        return value.detach()
+        return value if differentiable else value.detach()
     if _kind(value.dtype) != _kind(spec.dtype):
         raise CheckpointError(
             f"is {short_name(value.dtype)}, the graph takes {short_name(spec.dtype)}",
             field=spec.name,
             remedy=f"Convert it: .to(torch.{short_name(spec.dtype)}).",
         )
-    return value.detach().to(spec.dtype)
+    return (value if differentiable else value.detach()).to(spec.dtype)
 
 
 def _kind(dtype: torch.dtype) -> str:

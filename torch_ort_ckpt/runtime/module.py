@@ -65,17 +65,18 @@ class OrtModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
-        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
+        engine = self.engine
+        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable)
         tensors = self._tensors()
         if self.training and torch.is_grad_enabled():
             if self._overwrite:  # lazy_reset_grad was called
                 self.zero_grad()
                 self._overwrite = False
-            outputs = self.engine.train(inputs, tensors, self._next_seed())
+            outputs = engine.train(inputs, tensors, self._next_seed())
             self._count_batches()
         else:
-            with torch.no_grad():
-                outputs = self.engine.evaluate(inputs, tensors)
+            with torch.set_grad_enabled(engine.differentiable and torch.is_grad_enabled()):
+                outputs = engine.evaluate(inputs, tensors)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +203,8 @@ class OrtModule(nn.Module):
                 remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
             )
         tensors: list[torch.Tensor] = [
-            value if (value := owner._parameters.get(key)) is not None else _lookup(owner, key) for owner, key in self._slots
+            owner._parameters[key] if key in owner._parameters else _lookup(owner, key)  # type: ignore[misc]  # never None: we put it there
+            for owner, key in self._slots
         ]
         for index in self._frozen:
             if tensors[index].requires_grad:
@@ -243,7 +245,7 @@ class OrtModule(nn.Module):
 
     def _next_seed(self) -> int | None:
         """A number for this step's random draws, from the base seed and how many steps were drawn for."""
-        if not self.artifacts.random:
+        if self.engine.differentiable or not self.artifacts.random:
             return None
         if self._follows_torch and _torch_seed() != self._torch_seed:  # the user called torch.manual_seed since
             self.seed_dropout(_torch_seed())
