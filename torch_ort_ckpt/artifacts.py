@@ -186,6 +186,12 @@ class Artifacts:
         specs = self.training_outputs or self.eval_outputs
         return [spec for spec in specs if not spec.name.endswith(ACCUMULATION_OUTPUT)]
 
+    @cached_property
+    def input_gradients(self) -> dict[str, str]:
+        """Input -> output that is the loss's gradient by it, where the graph provides one (`<input>_grad`)."""
+        names = {spec.name for spec in self.outputs}
+        return {spec.name: f"{spec.name}_grad" for spec in self.inputs if f"{spec.name}_grad" in names}
+
     @property
     def loss(self) -> str:
         return self.outputs[0].name

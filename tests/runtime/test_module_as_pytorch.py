@@ -7,7 +7,9 @@ import gc
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -203,6 +205,26 @@ def test_gradients_of_inputs_are_refused_with_a_reason(model: toc.OrtModule) -> 
         model(x.requires_grad_(), y)
     with torch.no_grad():
         model(x, y)
+
+
+def test_gradients_of_inputs_that_the_graph_provides(tmp_path: Path) -> None:
+    source = exported("mlp").folder
+    for name in ("eval_model.onnx", "checkpoint"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    graph = onnx.load(source / "training_model.onnx")
+    (weight_gradient,) = [node for node in graph.graph.node if node.op_type == "Gemm" and "x" in node.input and "grad" in node.output[0]]
+    (outer,) = [name for name in weight_gradient.input if name != "x" and name]
+    graph.graph.node.append(onnx.helper.make_node("MatMul", [outer, "fc1.weight"], ["x_grad"]))
+    graph.graph.output.append(onnx.helper.make_tensor_value_info("x_grad", onnx.TensorProto.FLOAT, ["batch", 12]))
+    onnx.save(graph, tmp_path / "training_model.onnx")
+    model, native = toc.OrtModule(tmp_path, threads=1), module("mlp")
+    x, y = batch("mlp")
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (model(ours, y)[0] * 3).backward()
+    (F.cross_entropy(native(theirs), y) * 3).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(model.fc1.weight.grad, native.fc1.weight.grad)
+    model(x, y)[0].backward()  # without one, too
 
 
 def test_extra_outputs_carry_no_gradient() -> None:

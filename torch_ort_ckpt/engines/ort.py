@@ -61,6 +61,7 @@ class OrtEngine:
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         graph = self.training_graph()
         trainable = [parameters[index] for index in graph.trainable]
+        trainable += [inputs[index] for index, _ in graph.input_gradients]
         outputs: tuple[torch.Tensor, ...] = _Gradients.apply(graph, inputs, parameters, seed, *trainable)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return outputs
 
@@ -102,7 +103,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _TrainingGraph, inputs: Tensors, parameters: Tensors, seed: int | None, *trainable: Any) -> Any:
         ctx.buffer, ctx.lease, outputs = graph.run(inputs, parameters, seed)
-        ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable]
+        ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable[: len(graph.trainable)]]
+        ctx.input_gradients = [outputs[position] for _, position in graph.input_gradients]
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
@@ -128,6 +130,8 @@ class _Gradients(torch.autograd.Function):
         gradients = buffer.views(flats)
         if ctx.dtypes is not None:
             gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        if ctx.input_gradients:
+            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.input_gradients)]
         if not all(needed):
             gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
@@ -215,6 +219,8 @@ class _TrainingGraph(_Session):
         self.trainable = [order.index(name) for name in artifacts.trainable]
         self.gradient_specs = [_fixed(spec, artifacts) for spec in artifacts.gradients.values()]
         self.outputs = [spec.name for spec in artifacts.outputs]
+        names = [spec.name for spec in artifacts.inputs]
+        self.input_gradients = [(names.index(name), self.outputs.index(output)) for name, output in artifacts.input_gradients.items()]
         self.statistics: list[tuple[int, float]] = []
         # What writes a gradient: an output of its own, or (in a `.ort` model, which can't be changed) its accumulation buffer.
         self.gradients: list[str] = []
