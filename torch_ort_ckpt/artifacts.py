@@ -318,7 +318,7 @@ def _specs(path: Path | None, model: onnx.ModelProto | None, side: str) -> list[
     if model is not None:
         constants = {tensor.name for tensor in model.graph.initializer}
         return [spec_of(value) for value in getattr(model.graph, side) if value.name not in constants]
-    from .engines.ort import describe_session  # a `.ort` file: ORT itself must say
+    from .engines.sessions import describe_session  # a `.ort` file: ORT itself must say
 
     return describe_session(os.fspath(path), side)
 

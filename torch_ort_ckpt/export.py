@@ -270,7 +270,7 @@ def _generate(
         raise MissingDependencyError(
             "making gradient graphs needs onnxruntime-training", remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.12).'
         ) from error
-    from .engines.ort import ort_errors
+    from .engines.sessions import ort_errors
 
     blocks = {
         "cross_entropy": onnxblock.loss.CrossEntropyLoss,
