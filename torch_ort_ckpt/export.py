@@ -22,12 +22,12 @@ from onnx import numpy_helper
 from torch import nn
 
 from .artifacts import Artifacts, OptimizerSpec
+from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, MissingDependencyError, UnsupportedError
 from .formats import save
 from .graphs import load_model, refuse_crashes
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
-from .runtime.dlpack import ALIASABLE
 from .state import CheckpointState
 from .storage import PathLike
 

@@ -31,8 +31,8 @@ from ..graphs import (
     model_bytes,
     refuse_crashes,
 )
-from ..runtime.dlpack import to_ort
 from . import EngineOptions, Tensors, cuda
+from .dlpack import to_ort
 from .gradients import GradientBuffer, GradientPool, Lease
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 

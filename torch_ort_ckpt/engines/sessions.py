@@ -11,9 +11,9 @@ from ..artifacts import Artifacts
 from ..dtypes import short_name
 from ..errors import CheckpointError, MissingDependencyError, UnsupportedError
 from ..graphs import TensorSpec
-from ..runtime.dlpack import as_input, from_ort, to_ort
 from ..state import split_half_suffix
 from . import EngineOptions, Tensors, cuda
+from .dlpack import as_input, from_ort, to_ort
 
 
 class GraphSession:
@@ -115,15 +115,6 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
         raise CheckpointError(f"ONNX Runtime refuses the graph: {error}", path=path) from error
 
 
-def describe_session(path: str, side: str) -> list[TensorSpec]:
-    """Inputs or outputs of a model that only ORT can read (`.ort`)."""
-    session = make_session(path, EngineOptions())
-    found = session.get_inputs() if side == "input" else session.get_outputs()
-    return [
-        TensorSpec(value.name, _DTYPES.get(value.type), tuple(size if size is not None else "?" for size in value.shape)) for value in found
-    ]
-
-
 def ort_errors() -> tuple[type[Exception], ...]:
     """ORT's exceptions have no common root but `Exception`."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
@@ -165,15 +156,3 @@ def _checked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
             remedy=f"Call model.to(torch.{short_name(spec.dtype)}); for half precision export the artifacts so.",
         )
     return tensor
-
-
-_DTYPES = {
-    "tensor(float)": torch.float32,
-    "tensor(float16)": torch.float16,
-    "tensor(bfloat16)": torch.bfloat16,
-    "tensor(double)": torch.float64,
-    "tensor(int64)": torch.int64,
-    "tensor(int32)": torch.int32,
-    "tensor(uint8)": torch.uint8,
-    "tensor(bool)": torch.bool,
-}
