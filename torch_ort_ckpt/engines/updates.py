@@ -70,7 +70,7 @@ class GraphUpdater:
             (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
-        torch.autograd.graph.increment_version(update.parameters)
+        _increment_versions(update.parameters)
         return bool(np.asarray(updated).reshape(-1)[0])
 
     def _session(self, spec: OptimizerSpec) -> Any:
@@ -156,6 +156,15 @@ def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.Mo
             del node.attribute[:]
             node.attribute.extend([*kept, *(onnx.helper.make_attribute(name, float(value)) for name, value in values.items())])
     return changed
+
+
+def _increment_versions(tensors: Tensors) -> None:
+    """Tell autograd that the tensors changed, which it can't see when ORT writes."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except TypeError:  # PyTorch 2.4 takes one tensor at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def clip_gradients(gradients: list[torch.Tensor], max_norm: float) -> None:
