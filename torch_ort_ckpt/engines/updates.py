@@ -49,7 +49,8 @@ class GraphUpdater:
         self._artifacts = artifacts
         self._options = EngineOptions(threads=options.threads, session_options=options.session_options)
         self._sessions: dict[OptimizerSpec, Any] = {}
-        session = self._session(artifacts.optimizer_spec)
+        self._built_in = artifacts.optimizer_spec
+        session = self._default = self._session(self._built_in)
         self._names = {value.name for value in session.get_inputs()}
         self._outputs = [session.get_outputs()[0].name]
         self._lists: dict[str, dict[tuple[int, ...], list[Any]]] = {}
@@ -66,7 +67,7 @@ class GraphUpdater:
             "second_order_moments": self._arrays("second", update.second),
         }
         try:
-            session = self._session(update.hyperparameters)
+            session = self._default if update.hyperparameters is self._built_in else self._session(update.hyperparameters)
             (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
@@ -81,7 +82,7 @@ class GraphUpdater:
             if len(self._sessions) >= 16:
                 self._sessions.clear()
             model, path = self._artifacts.optimizer, self._artifacts.optimizer_path
-            built_in = spec == self._artifacts.optimizer_spec
+            built_in = spec == self._built_in
             if model is None:
                 if not built_in:
                     raise UnsupportedError(
