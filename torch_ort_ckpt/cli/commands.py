@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ def add_all(subparsers: Any) -> None:
     _add_diff(subparsers)
     _add_verify(subparsers)
     _add_average(subparsers)
+    _add_demo(subparsers)
 
 
 def _command(subparsers: Any, name: str, run: Any, summary: str, **more: Any) -> argparse.ArgumentParser:
@@ -269,6 +273,25 @@ def run_average(options: argparse.Namespace) -> int:
         state = average(options.paths, options.weights, progress=advance)
     save(state, options.output, format=target, overwrite=options.overwrite, durable=not options.no_fsync, **more)
     print_line(f"{_escape(options.output)}: average of {len(options.paths)}, {_contents(state)}")
+    return 0
+
+
+def _add_demo(subparsers: Any) -> None:
+    parser = _command(
+        subparsers, "demo", run_demo, "Export, train with ORT, convert to PyTorch and safetensors and back, on built-in data."
+    )
+    parser.add_argument("folder", nargs="?", help="where to leave the files; default: a temporary folder")
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    from ..demo import demo
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-")))
+        rows = [dataclasses.astuple(row) for row in demo(folder)]
+    console().print(table("What was done", ("stage", "by", "files", "result"), rows))
+    if options.folder:
+        print_line(f"\nThe files are in {_escape(options.folder)}: try `torch-ort-ckpt inspect {_escape(options.folder)}/trained`.")
     return 0
 
 
