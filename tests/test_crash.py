@@ -11,11 +11,12 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.formats import sidecar
+from torch_ort_ckpt.formats import safetensors, sidecar
 
 from .writers import forkserver, new, old, repair_and_die, run, save_and_die, save_forever
 
@@ -28,12 +29,11 @@ SCENARIOS = {
 }
 
 
-def killed_at_every_step(tmp_path: Path, scenario: str, check: Callable[[Path], bool]) -> list[bool]:
+def killed_at_every_step(tmp_path: Path, before: dict[str, Any], after: dict[str, Any], check: Callable[[Path], bool]) -> list[bool]:
     """Kill a save at its first step, its second, ... until one gets through; what `check` said after each kill."""
-    before, after = SCENARIOS[scenario]
     template = tmp_path / "template"
     template.mkdir()
-    toc.save(old(), template / "checkpoint", external_data=before)
+    toc.save(old(), template / "checkpoint", **before)
     outcomes = []
     for step in range(1, NEVER):
         folder = tmp_path / f"{step}"
@@ -67,7 +67,8 @@ def test_killed_at_every_step(scenario: str, tmp_path: Path) -> None:
         assert set(os.listdir(path.parent)) == ({"checkpoint", "checkpoint.data"} if SCENARIOS[scenario][1] else {"checkpoint"})
         return found
 
-    outcomes = killed_at_every_step(tmp_path, scenario, check)
+    before, after = ({"external_data": external} for external in SCENARIOS[scenario])
+    outcomes = killed_at_every_step(tmp_path, before, after, check)
     assert len(outcomes) > 20
     assert outcomes == sorted(outcomes)  # old until the commit, new ever after
     assert outcomes[0] is False
@@ -90,9 +91,30 @@ def test_ort_reads_what_a_killed_save_left(scenario: str, tmp_path: Path) -> Non
             assert np.array_equal(parameter.data, expected.parameters[name].numpy())
         return bool(theirs.properties["epoch"])
 
-    outcomes = killed_at_every_step(tmp_path, scenario, seen_by_ort)
+    before, after = ({"external_data": external} for external in SCENARIOS[scenario])
+    outcomes = killed_at_every_step(tmp_path, before, after, seen_by_ort)
     assert outcomes == sorted(outcomes)
     assert outcomes[-1] is True
+
+
+ONE = {"format": "safetensors", "durable": False}
+MANY = {**ONE, "max_shard_size": 4800}
+
+
+@pytest.mark.parametrize(("before", "after"), [(ONE, ONE), (MANY, MANY), (ONE, MANY), (MANY, ONE)], ids=["1-1", "n-n", "1-n", "n-1"])
+def test_killed_at_every_step_of_a_set_of_safetensors(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    def check(path: Path) -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", toc.CheckpointWarning)
+            found = toc.load(path)
+        assert found in (old(), new())
+        safetensors.repair(path)
+        assert toc.load(path) == found
+        return found == new()
+
+    outcomes = killed_at_every_step(tmp_path, before, after, check)
+    assert outcomes == sorted(outcomes)
+    assert (outcomes[0], outcomes[-1]) == (False, True)
 
 
 def test_repair_itself_may_be_killed(tmp_path: Path) -> None:
@@ -133,7 +155,7 @@ def test_bytes_reach_the_medium_before_their_names(external: bool, tmp_path: Pat
     """What a power failure needs: each file is synced after its last write and before its rename, the folder after each rename."""
     path = tmp_path / "folder" / "checkpoint"
     path.parent.mkdir()
-    assert run(save_and_die, path, external, NEVER, tmp_path / "journal") == 0
+    assert run(save_and_die, path, {"external_data": external}, NEVER, tmp_path / "journal") == 0
     journal = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
     renames = [index for index, entry in enumerate(journal) if entry[0] == "replace"]
     assert len(renames) == (3 if external else 1)

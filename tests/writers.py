@@ -53,10 +53,10 @@ def _state(value: float) -> toc.CheckpointState:
     )
 
 
-def save_and_die(path: Path, external: bool, step: int, journal: Path) -> None:
+def save_and_die(path: Path, options: dict[str, Any], step: int, journal: Path) -> None:
     """Save `new()`, killing this process before its `step`-th operation on the file system; each goes into the journal first."""
     _install(step, journal)
-    toc.save(new(), path, external_data=external)
+    toc.save(new(), path, **options)
 
 
 def repair_and_die(path: Path, step: int, journal: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
+    from .runtime.session import TrainingSession
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ _LAZY = {
     "OptimizerSpec": ".artifacts",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
+    "TrainingSession": ".runtime.session",
     "export_artifacts": ".export",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
@@ -43,6 +45,7 @@ __all__ = [
     "PartitionInfo",
     "PartitionPlan",
     "Report",
+    "TrainingSession",
     "average",
     "convert",
     "detect",

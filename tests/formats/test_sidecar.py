@@ -43,7 +43,7 @@ def refused(path: Path, message: str, kind: type[toc.CheckpointError] = toc.Chec
 
 def test_missing(pair: Path) -> None:
     os.unlink(f"{pair}.data")
-    assert "beside the checkpoint" in str(refused(pair, "part of this checkpoint is missing", MissingFileError))
+    assert "beside the checkpoint" in str(refused(pair, "a part of this checkpoint is missing", MissingFileError))
 
 
 @pytest.mark.parametrize("left", [0, 1, 63, 64, 1000])

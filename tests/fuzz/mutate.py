@@ -219,7 +219,9 @@ PEAK = 64
 def run(samples: Sequence[Sample], folder: Path, *, seed: int, files: int, format: str, **save_options: Any) -> Report:
     """Make `files` mutants and hold each against the contract; raises `AssertionError` with the mutant's story at the first breach."""
     report = Report()
-    check(Mutant(samples[0].files, samples[0].target, "warm-up"), folder / "warm-up", Report(), format, save_options, measured=False)
+    for files_at_first in (samples[0].files, {"junk": b"in no format, so that every format's module is loaded"}):
+        target = samples[0].target if "junk" not in files_at_first else "junk"
+        check(Mutant(files_at_first, target, "warm-up"), folder / "warm-up", Report(), format, save_options, measured=False)
     with limited_memory():
         for number in range(files):
             case = mutant(samples, seed, number)
