@@ -85,6 +85,7 @@ class GraphUpdater:
                 raise UnsupportedError("an optimizer graph in .ort format", remedy="Keep optimizer_model.onnx.")
             if spec != self._artifacts.optimizer_spec:
                 model = with_hyperparameters(model, spec)
+            model = with_boolean_flag(model)
             self._sessions[spec] = make_session(model_bytes(model, self._artifacts.optimizer_path), self._options)
         return self._sessions[spec]
 
@@ -150,6 +151,19 @@ def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.Mo
             kept = [item for item in node.attribute if item.name not in values]
             del node.attribute[:]
             node.attribute.extend([*kept, *(onnx.helper.make_attribute(name, float(value)) for name, value in values.items())])
+    return changed
+
+
+def with_boolean_flag(model: onnx.ModelProto) -> onnx.ModelProto:
+    """ORT 1.14 and 1.15 declared the output that says whether an update took place as int64; later releases refuse such a graph."""
+    flags = {node.output[0] for node in model.graph.node if node.op_type == "AdamWOptimizer"}
+    if not any(value.name in flags and value.type.tensor_type.elem_type == onnx.TensorProto.INT64 for value in model.graph.output):
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in changed.graph.output:
+        if value.name in flags:
+            value.type.tensor_type.elem_type = onnx.TensorProto.BOOL
     return changed
 
 
