@@ -8,9 +8,11 @@ from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
     from .artifacts import Artifacts, OptimizerSpec
+    from .engines.torch import register_op
     from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
+    from .source import to_torch_module
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,8 @@ _LAZY = {
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
     "export_artifacts": ".export",
+    "register_op": ".engines.torch",
+    "to_torch_module": ".source",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 
@@ -36,7 +40,9 @@ __all__ = [
     "detect",
     "export_artifacts",
     "load",
+    "register_op",
     "save",
+    "to_torch_module",
 ]
 
 
