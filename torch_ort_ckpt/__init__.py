@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
     from .source import to_torch_module
+    from .stages import pipeline_stages
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ _LAZY = {
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
     "export_artifacts": ".export",
+    "pipeline_stages": ".stages",
     "register_op": ".engines.torch",
     "to_torch_module": ".source",
 }
@@ -40,6 +42,7 @@ __all__ = [
     "detect",
     "export_artifacts",
     "load",
+    "pipeline_stages",
     "register_op",
     "save",
     "to_torch_module",
