@@ -2,8 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .averaging import average
+from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
+from .comparison import Report, diff
+from .conversion import convert
 from .errors import CheckpointError, CheckpointWarning
-from .formats import detect, load, save
+from .formats import detect, load, merge, save
+from .integrity import verify
+from .names import NameMap
+from .partition import PartitionPlan, split
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
@@ -12,6 +19,7 @@ if TYPE_CHECKING:
     from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
+    from .runtime.session import TrainingSession
     from .source import to_torch_module
     from .stages import pipeline_stages
 
@@ -22,6 +30,7 @@ _LAZY = {
     "OptimizerSpec": ".artifacts",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
+    "TrainingSession": ".runtime.session",
     "export_artifacts": ".export",
     "pipeline_stages": ".stages",
     "register_op": ".engines.torch",
@@ -34,18 +43,31 @@ __all__ = [
     "CheckpointError",
     "CheckpointState",
     "CheckpointWarning",
+    "NameMap",
     "OptimizerGroup",
     "OptimizerSpec",
     "OrtModule",
     "OrtOptimizer",
     "PartitionInfo",
+    "PartitionPlan",
+    "Report",
+    "TrainingSession",
+    "average",
+    "convert",
     "detect",
+    "diff",
     "export_artifacts",
+    "from_torch",
     "load",
+    "merge",
     "pipeline_stages",
     "register_op",
     "save",
+    "split",
+    "to_optimizer_state_dict",
+    "to_state_dict",
     "to_torch_module",
+    "verify",
 ]
 
 

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from .artifacts import Artifacts
+from .bridge import from_torch
 from .engines.torch.translate import Translation, slice_graph, translate
 from .errors import MissingFileError, UnsupportedError
 from .runtime.module import _place
-from .state import DEFAULT_LR, CheckpointState, OptimizerGroup, is_string
+from .state import CheckpointState, is_string
 from .storage import PathLike
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Stage(nn.Module):
         super().__init__()
         self.graph = translation.module
         self.names = translation.parameters
-        self._trainable = [name for name in self.names if name in state.trainable]
         for name in self.names:
             value: Any = state.parameters[name]
             owner, key = _place(self, name)
@@ -77,14 +75,7 @@ class Stage(nn.Module):
 
     def checkpoint(self, optimizer: torch.optim.Optimizer | None = None) -> CheckpointState:
         """This stage's part of the training state; the states of all stages merge into the checkpoint of the whole model."""
-        tensors = self.tensors()
-        state = CheckpointState(
-            trainable={name: tensors[name].detach() for name in self._trainable},
-            frozen={name: value for name, value in tensors.items() if name not in self._trainable},
-        )
-        if optimizer is not None and self._trainable:
-            state.optimizer["group0"] = _group(optimizer, {name: tensors[name] for name in self._trainable})
-        return state
+        return from_torch(self, optimizer)
 
 
 class Loss(nn.Module):
@@ -183,15 +174,3 @@ class _Plan:
             if len(live) == 1 and not live.intersection(self.inputs) and not any(last_use[name] > position for name in owned):
                 (found[position],) = live
         return found
-
-
-def _group(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]) -> OptimizerGroup:
-    states: dict[str, dict[str, Any]] = {}
-    step = 0
-    for name, parameter in parameters.items():
-        own = optimizer.state.get(parameter) or {}
-        step = max(step, int(torch.as_tensor(own.get("step", 0)).item()))
-        kept = {f"momentum{number}": own[key] for number, key in enumerate(_MOMENTS) if key in own}
-        states[name] = kept or {"momentum0": torch.zeros_like(parameter.detach())}
-    settings = optimizer.param_groups[0]
-    return OptimizerGroup(step, float(settings.get("initial_lr", DEFAULT_LR)), float(settings["lr"]), states)

@@ -1,11 +1,12 @@
 """What ORT's files have no place for, kept in namespaced string properties: ORT's loader carries them along untouched.
 
-- `torch_ort_ckpt.optimizer`: JSON, group -> current learning rate, the step it was true at, hyper-parameters, exact initial rate.
+- `torch_ort_ckpt.optimizer`: JSON, group -> current learning rate, hyper-parameters, exact initial rate, notes of `groups.prepare`, and a
+  witness of when this was true.
 - `torch_ort_ckpt.floats`: JSON, float properties that float32 (all that ORT stores) would round.
 - `torch_ort_ckpt.partitions`: JSON, weight -> `PartitionInfo`.
 
-ORT may train on and save again with these still inside: a learning rate whose step no longer fits, or a float whose rounded value has
-changed, is stale and dropped.
+ORT may train on and save again with these still inside: a learning rate whose witness no longer fits, or a float whose rounded value
+has changed, is stale and dropped.
 """
 
 from __future__ import annotations
@@ -14,36 +15,39 @@ import dataclasses
 import json
 import math
 import struct
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CorruptFileError, UnsupportedError
-from ..state import CheckpointState, PartitionInfo, same_number
+from ..state import CheckpointState, OptimizerGroup, PartitionInfo, byte_view, is_string, same_number
 from ..storage import PathLike
+from .groups import restore
 
 PREFIX = "torch_ort_ckpt."
 
 
-def pack(state: CheckpointState, path: PathLike, *, wide_floats: bool = False) -> dict[str, int | float | str]:
-    """The state's properties plus ours, as a file with int64 / float32 / string properties can hold them (`wide_floats`: float64)."""
+def pack(state: CheckpointState, path: PathLike, notes: Mapping[str, dict[str, Any]] | None = None) -> dict[str, int | float | str]:
+    """The state's properties plus ours, as files with int64 / float32 / string properties hold them. `notes`: from `groups.prepare`."""
     properties = checked_properties(state, path)
-    groups: dict[str, dict[str, Any]] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
     for name, group in state.optimizer.items():
-        entry: dict[str, Any] = {}
+        entry: dict[str, Any] = dict((notes or {}).get(name, {}))
         if group.lr is not None:
-            entry.update(lr=group.lr, step=group.step)
+            entry["lr"] = group.lr
         if group.hyperparameters:
             entry["hyperparameters"] = group.hyperparameters
         if not same_number(to_float32(group.initial_lr), float(group.initial_lr)):
             entry["initial_lr"] = group.initial_lr
-        if entry:
-            groups[name] = entry
+        if entry or any("step" in states for states in group.states.values()):
+            optimizer[name] = {**entry, "witness": _witness(state, group)}
     floats = {
         name: value
         for name, value in properties.items()
-        if not wide_floats and isinstance(value, float) and not same_number(to_float32(value), value) and not math.isnan(value)
+        if isinstance(value, float) and not same_number(to_float32(value), value) and not math.isnan(value)
     }
     partitions = {name: dataclasses.asdict(info) for name, info in state.partitions.items()}
-    for key, content in (("optimizer", groups), ("floats", floats), ("partitions", partitions)):
+    for key, content in (("optimizer", optimizer), ("floats", floats), ("partitions", partitions)):
         if content:
             properties[PREFIX + key] = dump_json(content, path, key)
     return properties
@@ -51,20 +55,27 @@ def pack(state: CheckpointState, path: PathLike, *, wide_floats: bool = False) -
 
 def unpack(state: CheckpointState, path: PathLike) -> CheckpointState:
     """Move what `pack` added from `state.properties` to where it belongs (in place)."""
-    groups = _take(state, "optimizer", path)
+    optimizer = _take(state, "optimizer", path)
     floats = _take(state, "floats", path)
     partitions = _take(state, "partitions", path)
-    for name, entry in groups.items():
+    for name, entry in optimizer.items():
         group = state.optimizer.get(name)
-        if group is None or not isinstance(entry, dict):
+        if group is None:
             continue
-        if isinstance(entry.get("lr"), (int, float)) and entry.get("step") == group.step:
-            group.lr = float(entry["lr"])
+        if not isinstance(entry, dict):
+            raise CorruptFileError("not the JSON object it should be", path=path, field=f"{PREFIX}optimizer/{name}")
+        fresh = entry.get("witness") == _witness(state, group)
+        if fresh:
+            group.lr = _number(entry.get("lr"))
         if isinstance(entry.get("hyperparameters"), dict):
             group.hyperparameters = entry["hyperparameters"]
-        exact = entry.get("initial_lr")
-        if isinstance(exact, (int, float)) and same_number(to_float32(exact), float(group.initial_lr)):
-            group.initial_lr = float(exact)
+        exact = _number(entry.get("initial_lr"))
+        if exact is not None and same_number(to_float32(exact), float(group.initial_lr)):
+            group.initial_lr = exact
+        try:
+            restore(state, name, entry, fresh)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CorruptFileError(f"unreadable note ({error})", path=path, field=f"{PREFIX}optimizer/{name}") from error
     for name, value in floats.items():
         rounded = state.properties.get(name)
         if isinstance(value, float) and isinstance(rounded, float) and same_number(to_float32(value), rounded):
@@ -72,6 +83,16 @@ def unpack(state: CheckpointState, path: PathLike) -> CheckpointState:
     for name, entry in partitions.items():
         state.partitions[name] = partition_from_json(entry, path)
     return state
+
+
+def _witness(state: CheckpointState, group: OptimizerGroup) -> str:
+    """Changes when training goes on: the step and the first bytes of the first trainable weight (one page of the file)."""
+    text = str(group.step).encode()
+    for _, value in sorted(state.trainable.items()):
+        if not is_string(value) and not value.is_meta and value.numel():
+            text += bytes(byte_view(value.reshape(-1)[:16].cpu()).numpy())
+            break
+    return f"{zlib.crc32(text):08x}"
 
 
 def checked_properties(state: CheckpointState, path: PathLike) -> dict[str, int | float | str]:
@@ -102,7 +123,7 @@ def to_float32(value: float) -> float:
 def dump_json(content: Any, path: PathLike, field: str) -> str:
     try:
         return json.dumps(content, sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedError(f"holds something that is not plain data ({error})", path=path, field=field) from error
 
 
@@ -111,7 +132,7 @@ def partition_from_json(entry: Any, path: PathLike) -> PartitionInfo:
         values = {key: entry[key] for key in (item.name for item in dataclasses.fields(PartitionInfo)) if key in entry}
         values["original_dim"] = tuple(int(size) for size in values["original_dim"])
         return PartitionInfo(**values)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
         raise CorruptFileError(f"unreadable partition information ({error})", path=path, field="partitions") from error
 
 
@@ -123,6 +144,20 @@ def _take(state: CheckpointState, key: str, path: PathLike) -> dict[str, Any]:
         content = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         content = None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not _shallow(content):
         raise CorruptFileError("not the JSON object it should be", path=path, field=PREFIX + key)
     return content
+
+
+def _number(value: Any) -> float | None:
+    """JSON has integers that no float can hold."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:
+        return None
+
+
+def _shallow(content: Any, levels: int = 64) -> bool:
+    """What the parser accepts can be nested too deeply to compare or to write again."""
+    items = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return levels > 0 and all(_shallow(item, levels - 1) for item in items)

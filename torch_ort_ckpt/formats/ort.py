@@ -6,8 +6,8 @@ from memory; ORT's own verifier and loader accept that order.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import contextlib
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ from ..storage import (
     padding,
     pending_file,
     string_array,
-    tensor_bytes,
-    warn,
     write_tensor,
 )
 from . import extras, sidecar
+from .fileset import Fingerprint, commit
 from .flatbuffer import MAX_SIZE, Blob, Field, Layout, Reader, Table, build
+from .groups import prepare
 
 SUFFIXES = (".ortckpt",)
 IDENTIFIER = b"ODTC"
@@ -40,6 +40,8 @@ VERSIONS = {1: "ORT 1.16 and 1.17", 2: "ORT 1.18 and later"}
 EXTERNAL_THRESHOLD = 1800 << 20
 """Above this many bytes of tensors data goes to the sidecar, as in ORT."""
 
+_MAX_RANK = 64
+_ATTEMPTS = 50
 _DTYPES = {number: dtype for number, dtype in TORCH_FROM_ONNX.items() if not dtype.is_complex}
 
 
@@ -53,9 +55,19 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a checkpoint file and, where it says so, its sidecar."""
-    buffer = FileBuffer(path, mmap=mmap)
-    reader = Reader(buffer.data, os.fspath(path))
-    root = reader.root(IDENTIFIER)
+    for _ in range(_ATTEMPTS):
+        buffer = FileBuffer(path, mmap=mmap)
+        with contextlib.closing(Reader(buffer.data, os.fspath(path))) as reader:
+            try:
+                return extras.unpack(split_aliases(_read(path, _Source(path, buffer, reader, mmap))), path)
+            except CheckpointError:
+                if not buffer.replaced():  # else a writer took the data away in between: the next one's is there
+                    raise
+    raise CheckpointError("replaced again and again while being read", path=path)
+
+
+def _read(path: Path, source: _Source) -> CheckpointState:
+    root = source.reader.root(IDENTIFIER)
     version = root.int32(0, "version")
     if version not in VERSIONS:
         raise UnsupportedError(
@@ -65,7 +77,6 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
             remedy="Either the file is damaged, or a newer release wrote it: update torch-ort-ckpt.",
         )
     state = CheckpointState(format_version=version)
-    source = _Source(path, buffer, reader, mmap)
     module = root.table(1, "module_state")
     if module is not None:
         state.nominal = source.nominal = module.boolean(2, "is_nominal_state")
@@ -83,10 +94,15 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
         state.optimizer[name] = group
     if (bag := root.table(3, "property_bag")) is not None:
         _read_properties(bag, state.properties)
-    reader.finish()
+    source.reader.finish()
     source.check_overlap()
     state._buffers = tuple(source.buffers)
-    return extras.unpack(split_aliases(state), path)
+    return state
+
+
+def repair(path: Path) -> bool:
+    """Complete a save with external data that was interrupted between its renames."""
+    return sidecar.repair(path)
 
 
 class _Source:
@@ -127,6 +143,8 @@ class _Source:
         size = count * dtype.itemsize
         offset = table.int64(6, "external_data_offset", -1)
         raw = table.vector(4, 1, "raw_data")
+        if offset < -1:
+            raise self.reader.error(table, "external_data_offset", f"negative offset {offset}")
         if offset >= 0 and self.external:
             if raw is not None and raw[1]:
                 raise self.reader.error(table, "external_data_offset", "has both inline and external data")
@@ -181,12 +199,11 @@ class _Source:
 
 
 def _count(table: Table, dims: tuple[int, ...], reader: Reader) -> int:
-    count = 1
-    for size in dims:
-        if size < 0:
-            raise reader.error(table, "dims", f"negative size {size}")
-        count *= size
-    return count
+    if len(dims) > _MAX_RANK:
+        raise reader.error(table, "dims", f"{len(dims)} dimensions, more than the {_MAX_RANK} that numpy can have")
+    if min(dims, default=0) < 0:
+        raise reader.error(table, "dims", f"negative size {min(dims)}")
+    return math.prod(dims)
 
 
 def _unique(table: Table, number: int, label: str, taken: Mapping[str, Any]) -> str:
@@ -223,16 +240,17 @@ def write(
 
     `version=1` is for devices on ORT 1.16 / 1.17. `external_data` puts tensor data into `<path>.data`; None decides by size as ORT does.
     ORT trains with one group, `group0`: `groups` says what to do with several: refuse ("single"), fold them into one ("merge"), or
-    write them as they are ("keep": we read them back, ORT uses only `group0`).
+    write them as they are ("keep": we read them back, ORT loads the file but can't train from it).
     """
-    state = _checked(state, path, version, groups)
+    _check(state, path, version)
+    state, notes = prepare(state, path, groups)
     total = sum(nbytes(value) for _, value in state.tensors() if not is_string(value))
     external = total > EXTERNAL_THRESHOLD and version >= 2 and not state.nominal if external_data is None else external_data
     if external and version == 1:
         raise UnsupportedError("version 1 has no external data", path=path, remedy="Write version 2, or pass external_data=False.")
     if external and state.nominal:
         raise UnsupportedError("a nominal checkpoint has no data to put elsewhere", path=path)
-    plan = _Plan(state, path, version, external)
+    plan = _Plan(state, path, version, external, notes)
     layout = build(plan.root(), IDENTIFIER)
     if layout.size > MAX_SIZE:
         raise UnsupportedError(
@@ -251,26 +269,24 @@ def _write_single(path: Path, layout: Layout, durable: bool, progress: Progress 
         _write_layout(pending.file, layout, progress)
         pending.finish(durable)
         with directory_lock(pending.target.parent):
-            replaces_pair = _has_external_data(path)
+            replaced_pair = _has_external_data(path)
             pending.commit(durable)
-            if replaces_pair:  # its sidecar belonged to the checkpoint just replaced
-                sidecar.remove(pending.target)
+            sidecar.remove(pending.target, replaced_pair=replaced_pair)
 
 
 def _write_pair(path: Path, layout: Layout, plan: _Plan, durable: bool, progress: Progress | None) -> None:
-    digest = hashlib.sha256(layout.head)
+    fingerprint = Fingerprint(layout.head)
     with pending_file(sidecar.path_of(os.path.realpath(path))) as data, pending_file(path) as main:
         position = 0
         for tensor, offset in plan.outside:
             data.file.write(bytes(offset - position))
             position = offset + write_tensor(data.file, tensor, progress)
-            if tensor.numel():
-                digest.update(tensor_bytes(tensor))
-        identity = digest.hexdigest()[:32]
+            fingerprint.update(tensor)
+        identity = fingerprint.identity()
         data.file.write(sidecar.seal(identity))
         _write_layout(main.file, layout, None)
         main.file.write(bytes(padding(layout.size)) + sidecar.seal(identity))
-        sidecar.commit(data, main, identity, durable)
+        commit(main, [data], identity, durable)
 
 
 def _write_layout(file: BinaryIO, layout: Layout, progress: Progress | None) -> None:
@@ -284,8 +300,8 @@ def _write_layout(file: BinaryIO, layout: Layout, progress: Progress | None) -> 
 class _Plan:
     """Turns a state into tables, deciding for each tensor where its bytes go."""
 
-    def __init__(self, state: CheckpointState, path: Path, version: int, external: bool) -> None:
-        self.state, self.path, self.version, self.external = state, path, version, external
+    def __init__(self, state: CheckpointState, path: Path, version: int, external: bool, notes: dict[str, dict[str, Any]]) -> None:
+        self.state, self.path, self.version, self.external, self.notes = state, path, version, external, notes
         self.outside: list[tuple[torch.Tensor, int]] = []
         self._end = 0
 
@@ -302,7 +318,7 @@ class _Plan:
             module += [Field(3, "bool", True)] if self.external else []
             fields.append(Field(1, "table", module))
         fields.append(Field(2, "tables", [self.group(name, group) for name, group in sorted(state.optimizer.items())]))
-        if properties := extras.pack(state, self.path):
+        if properties := extras.pack(state, self.path, self.notes):
             fields.append(Field(3, "table", self.bag(properties)))
         return fields
 
@@ -372,55 +388,20 @@ def _float_field(number: int, value: float) -> list[Field]:
     return [] if struct.pack("<f", value) == bytes(4) else [Field(number, "float32", value)]
 
 
-def _checked(state: CheckpointState, path: Path, version: int, groups: str) -> CheckpointState:
+def _check(state: CheckpointState, path: Path, version: int) -> None:
     if version not in VERSIONS:
         raise UnsupportedError(f"no version {version} of this format", path=path, remedy="Use 1 (ORT 1.16, 1.17) or 2.")
     if version == 1 and state.nominal:
         raise UnsupportedError("version 1 has no nominal checkpoints", path=path, remedy="Complete the state, or write version 2.")
     if both := state.trainable.keys() & state.frozen.keys():
         raise UnsupportedError("both trainable and frozen", path=path, field=min(both))
-    for name, group in state.optimizer.items():
-        if not -(1 << 63) <= group.step < 1 << 63:
-            raise UnsupportedError("step beyond 64 bits", path=path, field=f"optimizer/{name}")
-    if groups not in ("single", "merge", "keep"):
-        raise CheckpointError(f"groups={groups!r}", path=path, remedy='Use "single", "merge" or "keep".')
-    if len(state.optimizer) > 1 and groups != "keep":
-        if groups == "single":
-            raise UnsupportedError(
-                f"ORT trains with one optimizer group, this state has {len(state.optimizer)} ({', '.join(sorted(state.optimizer)[:5])})",
-                path=path,
-                field="optimizer",
-                remedy='Pass groups="merge" to fold them into one, or groups="keep" to write all of them (ORT will use only group0).',
-            )
-        state = merge_groups(state)
-    return state
-
-
-def merge_groups(state: CheckpointState) -> CheckpointState:
-    """One group `group0` with every parameter's moments. Rates and hyper-parameters that differ can't be kept: a warning names them."""
-    members = list(state.optimizer.values())
-    first = members[0]
-    merged = OptimizerGroup(max(group.step for group in members), first.initial_lr, first.lr)
-    for group in members:
-        for param, moments in group.states.items():
-            if param in merged.states:
-                raise UnsupportedError("in two optimizer groups", field=param)
-            merged.states[param] = dict(moments)
-            if group.step != merged.step and "step" not in moments:
-                merged.states[param]["step"] = torch.tensor(group.step)
-    keys = {key for group in members for key in group.hyperparameters}
-    lost = sorted(key for key in keys if any(group.hyperparameters.get(key) != first.hyperparameters.get(key) for group in members))
-    merged.hyperparameters = {key: value for key, value in first.hyperparameters.items() if key not in lost}
-    lost += [key for key in ("lr", "initial_lr") if any(getattr(group, key) != getattr(first, key) for group in members)]
-    if lost:
-        warn(f"merging {len(members)} optimizer groups: {', '.join(lost)} differ; the rates of the first are kept, the rest is dropped")
-    return dataclasses.replace(state, optimizer={"group0": merged})
 
 
 def _has_external_data(path: Path) -> bool:
     """Whether `path` now holds a checkpoint whose data is in its sidecar. Anything unreadable is left alone."""
-    try:
-        module = Reader(FileBuffer(path).data, os.fspath(path)).root(IDENTIFIER).table(1, "module_state")
-        return module is not None and module.boolean(3, "has_external_data")
-    except CheckpointError:
-        return False
+    with contextlib.suppress(CheckpointError):
+        reader = Reader(FileBuffer(path).data, os.fspath(path))
+        with contextlib.closing(reader):
+            module = reader.root(IDENTIFIER).table(1, "module_state")
+            return module is not None and module.boolean(3, "has_external_data")
+    return False

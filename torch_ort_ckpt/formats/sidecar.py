@@ -1,19 +1,14 @@
-"""The `.data` sidecar of an `ort` checkpoint, and how the two files change together.
-
-Two renames can't be one, so both files end in the same 64-byte seal, a digest of the content. The new data is first
-put beside the old as `<path>.data.<id>`, then the checkpoint is renamed (this commits), then the data takes its final name. A reader that
-finds the checkpoint's seal missing from `<path>.data` looks for `<path>.data.<id>`: at every moment the old or the new pair can be read.
-"""
+"""The `.data` sidecar of an `ort` checkpoint. Both files end in the same 64-byte seal with the set's identity (see `fileset`)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import CheckpointError, CorruptFileError, MissingFileError
-from ..storage import FileBuffer, PathLike, PendingFile, directory_lock, fsync_directory, warn
+from ..errors import CheckpointError
+from ..storage import FileBuffer, PathLike
+from . import fileset
 
 _MAGIC = b"TOCPAIR1"
 _SIZE = 64
@@ -24,76 +19,47 @@ def path_of(path: PathLike) -> Path:
     return Path(f"{os.fspath(path)}.data")
 
 
-def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
-    """Open the data that belongs to the checkpoint `main` was read from."""
-    place = path_of(path)
-    wanted = _seal(main)
-    candidates = [place] + ([Path(f"{place}.{wanted}")] if wanted else [])
-    found: FileBuffer | None = None
-    for candidate in candidates:
-        if not os.path.lexists(candidate):
-            continue
-        _refuse_foreign_link(path, candidate)
-        found = FileBuffer(candidate, mmap=mmap)
-        if not wanted or _seal(found) == wanted:
-            if candidate is not place:
-                warn(
-                    f"{path}: the last save was cut short; its data is in {candidate.name}. `torch-ort-ckpt verify --repair` completes it."
-                )
-            return found
-    if found is None:
-        raise MissingFileError(
-            "the external data of this checkpoint is missing", path=place, remedy="Copy it beside the checkpoint, under this name."
-        )
-    raise CorruptFileError(
-        "belongs to another save than the checkpoint (an interrupted save, or only one of the two files was copied)",
-        path=place,
-        remedy="Restore both files from the same copy.",
-    )
-
-
 def seal(identity: str) -> bytes:
     return (_MAGIC + identity.encode()).ljust(_SIZE, b"\0")
 
 
-def commit(data: PendingFile, main: PendingFile, identity: str, durable: bool) -> None:
-    """Put both finished files in place, in the order that keeps one pair readable at every moment."""
-    data.finish(durable)
-    main.finish(durable)
-    waiting = Path(f"{path_of(main.target)}.{identity}")
-    with directory_lock(main.target.parent):  # two writers of one pair must not mix their renames
-        data.commit(durable, waiting)
-        main.commit(durable)
-        os.replace(waiting, path_of(main.target))
-        if durable:
-            fsync_directory(main.target.parent)
-        _remove_leftovers(main.target)
+def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
+    """Open the data that belongs to the checkpoint `main` was read from."""
+
+    def opened(place: Path) -> tuple[FileBuffer, str | None]:
+        _refuse_foreign_link(path, place)
+        buffer = FileBuffer(place, mmap=mmap)
+        return buffer, _identity(buffer)
+
+    place = path_of(path)
+    if not os.path.lexists(place):
+        place = path_of(os.path.realpath(path))  # where `write` puts it when `path` is a link
+    return fileset.locate(path, place, _identity(main), opened)
 
 
 def repair(path: Path) -> bool:
     """Finish a save that was interrupted between its two renames; returns whether there was anything to do."""
-    main = FileBuffer(path)
-    wanted = _seal(main)
-    if not wanted:
-        return False
-    waiting = Path(f"{path_of(path)}.{wanted}")
-    if not waiting.exists():
-        return False
-    _refuse_foreign_link(path, waiting)
-    if _seal(FileBuffer(waiting)) != wanted:
-        return False
-    os.replace(waiting, path_of(path))
-    fsync_directory(Path(os.path.abspath(path)).parent)
-    return True
+
+    def identity_of(place: Path) -> str | None:
+        _refuse_foreign_link(path, place)
+        return _identity(FileBuffer(place))
+
+    return fileset.repair(path_of(os.path.realpath(path)), _identity(FileBuffer(path)), identity_of)
 
 
-def _seal(buffer: FileBuffer) -> str | None:
-    """The identity both files of a pair end in; None for files that ORT wrote."""
-    if buffer.size < _SIZE:
-        return None
-    tail = bytes(buffer.data[buffer.size - _SIZE : buffer.size])
-    identity = tail[len(_MAGIC) : len(_MAGIC) + 32]
-    if not tail.startswith(_MAGIC) or not all(c in b"0123456789abcdef" for c in identity):
+def remove(target: Path, *, replaced_pair: bool) -> None:
+    """The data of a checkpoint that no longer has any: what belonged to the pair just replaced, or that a killed save of ours left."""
+    with contextlib.suppress(OSError, CheckpointError):
+        if replaced_pair or _identity(FileBuffer(path_of(target))):
+            os.unlink(path_of(target))
+    fileset.remove_waiting(path_of(target))
+
+
+def _identity(buffer: FileBuffer) -> str | None:
+    """What the file's seal says; None for files that ORT wrote."""
+    tail = bytes(buffer.data[max(0, buffer.size - _SIZE) : buffer.size])
+    identity = tail[len(_MAGIC) : len(_MAGIC) + fileset.IDENTITY_LENGTH]
+    if len(tail) < _SIZE or not tail.startswith(_MAGIC) or identity.strip(b"0123456789abcdef"):
         return None
     return identity.decode()
 
@@ -105,23 +71,3 @@ def _refuse_foreign_link(path: Path, sidecar: Path) -> None:
     homes = {os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.dirname(os.path.realpath(path))}
     if os.path.dirname(os.path.realpath(sidecar)) not in homes:
         raise CheckpointError("a symbolic link to another folder", path=sidecar, remedy="Put the file itself beside the checkpoint.")
-
-
-def remove(target: Path) -> None:
-    """The data of a checkpoint that no longer has any."""
-    with contextlib.suppress(OSError):
-        os.unlink(path_of(target))
-    _remove_leftovers(target)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Data files of interrupted saves that nothing refers to any more."""
-    names: Iterable[str] = ()
-    with contextlib.suppress(OSError):
-        names = os.listdir(target.parent)
-    prefix = f"{target.name}.data."
-    for name in names:
-        suffix = name.removeprefix(prefix)
-        if name.startswith(prefix) and len(suffix) == 32 and all(c in "0123456789abcdef" for c in suffix):
-            with contextlib.suppress(OSError):
-                os.unlink(target.parent / name)

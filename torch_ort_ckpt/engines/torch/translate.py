@@ -192,7 +192,9 @@ class GraphBuilder:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        return fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
+        module = fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
+        module._non_persistent_buffers_set.update(name for name, _ in module.named_buffers(recurse=False))  # GraphModule forgets it
+        return module
 
     def submodule(self, module: nn.Module) -> fx.Node:
         name = f"branch_{len(list(self.root.children()))}"

@@ -1,0 +1,45 @@
+"""The public names: adding is fine, renaming or losing one is not. And importing needs nothing optional."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import torch_ort_ckpt as toc
+
+
+def test_the_names_are_there() -> None:
+    expected = {
+        "CheckpointError", "CheckpointState", "CheckpointWarning", "NameMap", "OptimizerGroup", "PartitionInfo", "Report",
+        "average", "convert", "detect", "diff", "from_torch", "load", "save", "to_optimizer_state_dict", "to_state_dict", "verify",
+    }  # fmt: skip
+    assert expected <= set(toc.__all__)
+    assert all(hasattr(toc, name) for name in toc.__all__)
+    assert all(inspect.getdoc(getattr(toc, name)) for name in toc.__all__)
+
+
+def test_the_signatures_are_the_contract() -> None:
+    def parameters(function: object) -> list[str]:
+        return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+    assert parameters(toc.load)[:3] == ["path", "format", "mmap"]
+    assert parameters(toc.save)[:7] == ["state", "path", "format", "include_optimizer", "include_mixed_precision", "overwrite", "durable"]
+    assert parameters(toc.to_state_dict)[:4] == ["state", "names", "include_mixed_precision", "dtype"]
+    assert parameters(toc.to_optimizer_state_dict)[:3] == ["state", "optimizer_or_module", "names"]
+    assert parameters(toc.from_torch) == ["module_or_state_dict", "optimizer", "names", "properties", "like"]
+    assert parameters(toc.average)[:2] == ["states_or_paths", "weights"]
+    assert parameters(toc.diff)[:2] == ["a", "b"]
+    assert parameters(toc.CheckpointState)[:8] == [
+        "trainable", "frozen", "optimizer", "properties", "mixed_precision", "partitions", "nominal", "format_version",
+    ]  # fmt: skip
+    assert parameters(toc.OptimizerGroup)[:4] == ["step", "initial_lr", "lr", "states"]
+
+
+def test_importing_needs_nothing_optional() -> None:
+    code = (
+        "import sys; import torch_ort_ckpt, torch_ort_ckpt.cli; "
+        "bad = {'onnxruntime', 'h5py', 'lightning', 'pytorch_lightning', 'tensorboard', 'safetensors'} & set(sys.modules); "
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

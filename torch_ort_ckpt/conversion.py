@@ -1,0 +1,142 @@
+"""From any format to any other, streaming: the memory of the largest tensor plus a constant, however large the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+
+from .bridge import weight_as
+from .errors import CheckpointError
+from .formats import format_for, load, save
+from .names import NameMap
+from .state import CheckpointState, OptimizerGroup, Value, is_string, same_tensor
+from .storage import FileBuffer, PathLike, Progress
+
+_RELEASE_EVERY = 16 << 20
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    from_format: str | None = None,
+    to: str | None = None,
+    dtype: torch.dtype | None = None,
+    names: NameMap | PathLike | None = None,
+    include_optimizer: bool = True,
+    include_mixed_precision: bool = False,
+    upcast_half: bool = False,
+    overwrite: bool = False,
+    durable: bool = True,
+    verify: bool = True,
+    progress: Progress | None = None,
+    read_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> CheckpointState:
+    """Convert a checkpoint and return what was written. With `verify`, the result is read back and compared bit for bit.
+
+    Formats come from the source's content and the destination's name unless given. `names` renames and transposes weights (a `NameMap`
+    or a JSON file for `NameMap.from_dict`); `dtype` converts floating-point weights. Options belong to the destination's format.
+    """
+    target = to or format_for(destination)
+    state = load(source, format=from_format, **(read_options or {}))
+    buffers = state._buffers
+    state = dataclasses.replace(
+        state,
+        optimizer=state.optimizer if include_optimizer else {},
+        mixed_precision=state.mixed_precision if include_mixed_precision else {},
+    )
+    if upcast_half:
+        state.promote_half()
+        state.mixed_precision = state.mixed_precision if include_mixed_precision else {}
+    if names is not None:
+        state = renamed(state, names if isinstance(names, NameMap) else read_name_map(names))
+    if dtype is not None:
+        state = as_dtype(state, dtype)
+    save(
+        state,
+        destination,
+        format=target,
+        include_mixed_precision=include_mixed_precision,
+        overwrite=overwrite,
+        durable=durable,
+        progress=_releasing(buffers, progress),
+        **options,
+    )
+    if verify:
+        _verify(state, destination, target, buffers, options)
+    return state
+
+
+def renamed(state: CheckpointState, names: NameMap) -> CheckpointState:
+    """The state under PyTorch's names, moments and aliases too. Tied names share one tensor."""
+
+    def states(group: OptimizerGroup) -> dict[str, dict[str, Any]]:
+        return {
+            name: {moment: value.T if turned and value.ndim == 2 else value for moment, value in moments.items()}
+            for param, moments in group.states.items()
+            for name, turned in names.targets(param)
+        }
+
+    return dataclasses.replace(
+        state,
+        trainable=names.to_torch(state.trainable),
+        frozen=names.to_torch(state.frozen),
+        mixed_precision=names.to_torch(state.mixed_precision),
+        optimizer={name: dataclasses.replace(group, states=states(group)) for name, group in state.optimizer.items()},
+    )
+
+
+def as_dtype(state: CheckpointState, dtype: torch.dtype) -> CheckpointState:
+    """Floating-point weights in another precision; moments stay as they are."""
+
+    def many(values: dict[str, Value]) -> dict[str, Value]:
+        return {name: value if is_string(value) else weight_as(state, name, value, dtype) for name, value in values.items()}
+
+    return dataclasses.replace(state, trainable=many(state.trainable), frozen=many(state.frozen), mixed_precision={})
+
+
+def read_name_map(path: PathLike) -> NameMap:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"not a readable JSON file ({error})", path=path) from error
+    if not isinstance(content, dict):
+        raise CheckpointError("must be a JSON object of ORT name -> PyTorch name", path=path)
+    return NameMap.from_dict(content)
+
+
+def _releasing(buffers: tuple[FileBuffer, ...], progress: Progress | None) -> Progress:
+    """Report progress, and give back the pages of the source that have been written."""
+    held = 0
+
+    def advance(count: int) -> None:
+        nonlocal held
+        held += count
+        if held >= _RELEASE_EVERY:
+            held = 0
+            for buffer in buffers:
+                buffer.release()
+        if progress:
+            progress(count)
+
+    return advance
+
+
+def _verify(state: CheckpointState, destination: PathLike, target: str, buffers: tuple[FileBuffer, ...], options: dict[str, Any]) -> None:
+    again = load(destination, format=target)
+    written, read = dict(state.tensors()), dict(again.tensors())
+    held = 0
+    for name, value in written.items():
+        merged = options.get("groups") == "merge" and name.startswith("optimizer/")
+        if not merged and (name not in read or not same_tensor(value, read[name])):
+            raise CheckpointError("what was read back is not what was written", path=destination, field=name)
+        held += getattr(value, "nbytes", 0)
+        if held >= _RELEASE_EVERY:
+            held = 0
+            for buffer in (*buffers, *again._buffers):
+                buffer.release()

@@ -1,0 +1,295 @@
+"""`safetensors`: weights in a file any loader can read unchanged, optimizer state in a file of its own.
+
+    folder/model.safetensors            or  name.safetensors
+    folder/optimizer.safetensors            name.optimizer.safetensors
+
+Above `max_shard_size` weights become `model-00001-of-00003.safetensors` ... with `model.safetensors.index.json`, likewise the optimizer.
+What safetensors has no place for (trainability, groups, properties, aliases, partitions, string tensors) is one JSON text under the key
+`torch_ort_ckpt` of the string metadata. Tied weights follow the convention of `safetensors.torch.save_model`: metadata `{dropped: kept}`.
+The files of one save share an identity (see `fileset`), so that an interrupted save is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, CorruptFileError, UnsupportedError
+from ..names import split_aliases
+from ..state import CheckpointState, nbytes
+from ..storage import FileBuffer, PendingFile, Progress, pending_file
+from . import extras
+from .fileset import Fingerprint, commit, locate
+from .fileset import repair as repair_part
+from .notes import describe, rebuild
+from .safetensors_file import IDENTITY_KEY, identity_of, parse_json, read_file, reported, write_file, write_identity
+
+SUFFIXES = (".safetensors", ".safetensors.index.json")
+KEY = "torch_ort_ckpt"
+MAX_SHARD_SIZE = 5 * 10**9
+
+
+def matches(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / f"model{suffix}").exists() for suffix in SUFFIXES)
+    return path.name.endswith(SUFFIXES)
+
+
+def read(path: Path, *, mmap: bool = True) -> CheckpointState:
+    """Read weights and, where our metadata says there is one, the optimizer file."""
+    places = _Places.of(path)
+    index = Path(f"{places.model}{SUFFIXES[1]}")
+    model = _Bundle.open(places.model, index.exists() and not Path(f"{places.model}{SUFFIXES[0]}").exists(), mmap)
+    with reported(model.path):
+        note = model.note
+        if not note:
+            return _foreign(model)
+        state = rebuild(model.tensors, note, path)
+        state._buffers = tuple(model.buffers)
+        kind = note["moments"]
+    if kind:
+        _read_moments(state, _Bundle.open(places.optimizer, kind == "sharded", mmap, model))
+    return state
+
+
+def _foreign(model: _Bundle) -> CheckpointState:
+    """A file somebody else wrote: floating-point tensors count as trainable."""
+    state = CheckpointState(_buffers=tuple(model.buffers))
+    for name, value in model.tensors.items():
+        (state.trainable if value.is_floating_point() else state.frozen)[name] = value
+    return split_aliases(state)
+
+
+def repair(path: Path) -> bool:
+    """Give every part its final name after a save that was cut short; returns whether there was anything to do."""
+    places = _Places.of(path)
+    main = next((place for place in (Path(f"{places.model}{suffix}") for suffix in SUFFIXES) if place.exists()), None)
+    identity = identity_of(main) if main is not None else None
+    if identity is None:
+        return False
+    waiting = [place for place in places.model.parent.iterdir() if place.name.endswith(f".{identity}")]
+    moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
+    return any(moved)
+
+
+def _read_moments(state: CheckpointState, moments: _Bundle) -> None:
+    with reported(moments.path):
+        for key, (group, param, moment) in moments.note["keys"].items():
+            state.optimizer[group].states[param][moment] = moments.tensors[key]
+    state._buffers += tuple(moments.buffers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """The two stems of a checkpoint: `<folder>/model` and `<folder>/optimizer`, or `<name>` and `<name>.optimizer`."""
+
+    model: Path
+    optimizer: Path
+
+    @classmethod
+    def of(cls, path: Path) -> _Places:
+        text = os.fspath(path)
+        for suffix in reversed(SUFFIXES):
+            if text.endswith(suffix):
+                stem = Path(text.removesuffix(suffix))
+                return cls(stem, stem.with_name("optimizer") if stem.name == "model" else stem.with_name(f"{stem.name}.optimizer"))
+        return cls(path / "model", path / "optimizer")
+
+
+@dataclasses.dataclass
+class _Bundle:
+    """One safetensors file, or the shards of an index, read."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
+    buffers: list[FileBuffer] = dataclasses.field(default_factory=list)
+
+    weight_map: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(cls, stem: Path, sharded: bool, mmap: bool, main: _Bundle | None = None) -> _Bundle:
+        """`main`: the bundle whose save this one must be of."""
+        path = Path(f"{stem}{SUFFIXES[1] if sharded else SUFFIXES[0]}")
+        opened = cls._index if sharded else functools.partial(cls._file, mmap=mmap)
+        bundle = opened(path)[0] if main is None else locate(main.path, path, main.metadata.get(IDENTITY_KEY), opened)
+        with reported(bundle.path):
+            bundle._read_shards(mmap)
+        for dropped, kept in bundle.metadata.items():
+            if kept in bundle.tensors and dropped not in bundle.tensors and dropped != "format":
+                bundle.tensors[dropped] = bundle.tensors[kept]
+        return bundle
+
+    @classmethod
+    def _file(cls, path: Path, mmap: bool) -> tuple[_Bundle, str | None]:
+        tensors, metadata, buffer = read_file(path, mmap)
+        return cls(path, tensors, metadata, [buffer]), metadata.get(IDENTITY_KEY)
+
+    @classmethod
+    def _index(cls, path: Path) -> tuple[_Bundle, str | None]:
+        with reported(path):
+            content = parse_json(bytes(FileBuffer(path, mmap=False).data))
+            metadata = {str(key): value for key, value in content.get("metadata", {}).items() if isinstance(value, str)}
+            return cls(path, metadata=metadata, weight_map=dict(content["weight_map"])), metadata.get(IDENTITY_KEY)
+
+    def _read_shards(self, mmap: bool) -> None:
+        for name in sorted(set(self.weight_map.values())):
+            if os.path.basename(name) != name or name in ("", ".", ".."):
+                raise CorruptFileError("a shard outside the checkpoint's folder", path=self.path, field=f"weight_map: {name!r}")
+            opened = functools.partial(_Bundle._file, mmap=mmap)
+            shard = locate(self.path, self.path.parent / name, self.metadata.get(IDENTITY_KEY), opened)
+            if both := sorted(self.tensors.keys() & shard.tensors.keys()):
+                raise CorruptFileError("in two shards", path=shard.path, field=both[0])
+            self.tensors.update(shard.tensors)
+            self.buffers += shard.buffers
+        if missing := sorted(self.weight_map.keys() - self.tensors.keys()):
+            raise CorruptFileError("in the index but in no shard", path=self.path, field=missing[0])
+
+    @property
+    def note(self) -> dict[str, Any]:
+        text = self.metadata.get(KEY)
+        return parse_json(text.encode()) if text is not None else {}
+
+
+def write(
+    state: CheckpointState,
+    path: Path,
+    *,
+    durable: bool = True,
+    progress: Progress | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write weights, and optimizer state beside them. `metadata` adds strings to the file's own, as `safetensors.torch.save_file` does."""
+    if state.nominal:
+        raise UnsupportedError("a nominal state has no data to write", path=path, remedy="Complete it first, or keep it in format 'ort'.")
+    places = _Places.of(path)
+    places.model.parent.mkdir(parents=True, exist_ok=True)
+    named, note = describe(state, path)
+    weights, ties = _untie(named)
+    keys = _moment_keys(state)
+    moments = {key: state.optimizer[group].states[param][moment] for key, (group, param, moment) in keys.items()}
+    moment_shards, weight_shards = _shards(moments, max_shard_size), _shards(weights, max_shard_size)
+    note["moments"] = ("sharded" if len(moment_shards) > 1 else "single") if moments else ""
+    texts = {**(metadata or {}), "format": "pt", **ties, KEY: extras.dump_json(note, path, KEY)}
+    writer = _Writer(durable, progress)
+    with contextlib.ExitStack() as stack:
+        main = writer.bundle(stack, places.model, weight_shards, texts, grouped=bool(moments))
+        if moments:
+            texts = {"format": "pt", KEY: extras.dump_json({"keys": keys}, path, KEY)}
+            writer.others.append(writer.bundle(stack, places.optimizer, moment_shards, texts, grouped=True))
+        writer.finish(main, obsolete=_obsolete(places, main, writer))
+
+
+def _moment_keys(state: CheckpointState) -> dict[str, tuple[str, str, str]]:
+    """Readable tensor names for the optimizer file; names that contain slashes may collide and get a number."""
+    keys: dict[str, tuple[str, str, str]] = {}
+    for group_name, group in sorted(state.optimizer.items()):
+        for param, states in sorted(group.states.items()):
+            for moment in sorted(states):
+                key = f"{group_name}/{param}/{moment}"
+                keys[key if key not in keys else f"{key}#{len(keys)}"] = (group_name, param, moment)
+    return keys
+
+
+def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each memory once; of tied names the first in order keeps the data."""
+    kept: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, value in sorted(tensors.items()):
+        whole = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else (name,)
+        first = seen.setdefault(whole, name)
+        if first == name or name in ("format", KEY):
+            kept[name] = value
+        else:
+            ties[name] = first
+    return kept, ties
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, value in sorted(tensors.items()):
+        if shards[-1] and size + nbytes(value) > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = value
+        size += nbytes(value)
+    return shards
+
+
+class _Writer:
+    """Collects the temporary files of one save and commits them together."""
+
+    def __init__(self, durable: bool, progress: Progress | None) -> None:
+        self.durable, self.progress = durable, progress
+        self.others: list[PendingFile] = []
+        self.fingerprint = Fingerprint()
+        self.marks: list[tuple[PendingFile, int]] = []
+        self.indexes: list[tuple[PendingFile, dict[str, Any]]] = []
+
+    def bundle(
+        self, stack: contextlib.ExitStack, stem: Path, shards: list[dict[str, torch.Tensor]], texts: dict[str, str], grouped: bool
+    ) -> PendingFile:
+        """Write one bundle's files; returns the one that stands for it: the file itself or the index."""
+        if len(shards) == 1:
+            return self._file(stack, Path(f"{stem}{SUFFIXES[0]}"), shards[0], texts, grouped)
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            target = stem.with_name(f"{stem.name}-{number:05d}-of-{len(shards):05d}{SUFFIXES[0]}")
+            self.others.append(self._file(stack, target, shard, {"format": "pt"}, True))
+            weight_map.update(dict.fromkeys(shard, target.name))
+        pending = stack.enter_context(pending_file(f"{stem}{SUFFIXES[1]}"))
+        total = sum(nbytes(value) for shard in shards for value in shard.values())
+        self.indexes.append((pending, {"metadata": {"total_size": total, **texts}, "weight_map": weight_map}))
+        return pending
+
+    def _file(
+        self, stack: contextlib.ExitStack, target: Path, tensors: dict[str, torch.Tensor], texts: dict[str, str], grouped: bool
+    ) -> PendingFile:
+        pending = stack.enter_context(pending_file(target))
+        mark = write_file(pending.file, tensors, texts, target, self.progress, self.fingerprint if grouped else None)
+        if grouped:
+            self.marks.append((pending, mark))
+        return pending
+
+    def finish(self, main: PendingFile, obsolete: list[Path]) -> None:
+        identity = self.fingerprint.identity()
+        for pending, mark in self.marks:
+            write_identity(pending.file, mark, identity)
+        for pending, content in self.indexes:
+            content["metadata"][IDENTITY_KEY] = identity
+            pending.file.write(json.dumps(content, indent=2).encode())
+        commit(main, self.others, identity, self.durable, obsolete)
+
+
+def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]:
+    """Files of the save being replaced that the new one does not write: the other form of a bundle, its shards, the optimizer's."""
+    written = {pending.target.name for pending in (main, *writer.others)}
+    found: list[Path] = []
+    for stem in (places.model, places.optimizer):
+        found += [Path(f"{stem}{suffix}") for suffix in SUFFIXES]
+        with contextlib.suppress(CheckpointError, ValueError, KeyError, AttributeError, TypeError):
+            content = parse_json(bytes(FileBuffer(found[-1], mmap=False).data))
+            if KEY in content["metadata"]:
+                found += [stem.with_name(os.path.basename(name)) for name in sorted(set(content["weight_map"].values()))]
+    either_form = {f"{places.model.name}{suffix}" for suffix in SUFFIXES}  # whoever wrote it: this is the place to be overwritten
+    return [place for place in found if place.name not in written and place.exists() and (place.name in either_form or _is_ours(place))]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        if path.name.endswith(SUFFIXES[1]):
+            return KEY in parse_json(bytes(FileBuffer(path, mmap=False).data)).get("metadata", {})
+        return KEY in read_file(path, True)[1] or identity_of(path) is not None
+    except (CheckpointError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,202 @@
+"""`torch`: what `torch.save` wrote, always read with `weights_only=True`: nothing from the file is executed.
+
+Recognised: bare state dicts (`.pt`, `.bin`), `{"model": ..., "optimizer": ...}` and its usual spellings, Lightning's `.ckpt`. Written:
+`{"state_dict": ..., "torch_ort_ckpt": ...}`, where the second part holds what a state dict can't; `bare=True` writes the state dict alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from ..bridge import TO_ORT_MOMENTS, group_from_torch
+from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from ..names import plain_name, split_aliases
+from ..state import CheckpointState
+from ..storage import PathLike, Progress, atomic_write, warn
+from .notes import describe, rebuild
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+KEY = "torch_ort_ckpt"
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model")
+_OPTIMIZER_KEYS = ("optimizer_states", "optimizer_state_dict", "optimizer")
+_PLAIN = (int, float, str)
+
+
+def matches(path: Path) -> bool:
+    """A zip with a `data.pkl` inside, or the older stream of pickles under one of our suffixes."""
+    if not path.is_file():
+        return False
+    if zipfile.is_zipfile(path):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return any(name.endswith("/data.pkl") for name in archive.namelist())
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+            return False
+    with open(path, "rb") as file:
+        return path.suffix in SUFFIXES and file.read(1) == b"\x80"
+
+
+def read(path: Path, *, mmap: bool = True) -> CheckpointState:
+    """Read a `torch.save` file. Optimizer state is kept where its parameters can be named."""
+    content = _load(path, mmap)
+    if not isinstance(content, Mapping):
+        raise UnsupportedError(f"holds a {type(content).__name__}, not a state dict", path=path)
+    tensors = next((content[key] for key in _MODEL_KEYS if isinstance(content.get(key), Mapping)), content)
+    if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()):
+        bad = next(name for name, value in tensors.items() if not (isinstance(name, str) and isinstance(value, torch.Tensor)))
+        raise UnsupportedError("not a state dict: this entry is not a tensor", path=path, field=str(bad))
+    note = content.get(KEY)
+    if tensors is not content and isinstance(note, Mapping):
+        try:
+            return _from_note(tensors, note, path)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field=KEY) from error
+    state = CheckpointState()
+    for name, value in tensors.items():
+        (state.trainable if value.is_floating_point() else state.frozen)[plain_name(name)] = value.detach()
+    if tensors is not content:
+        state.properties = {key: value for key, value in content.items() if type(value) in _PLAIN}
+        _read_optimizer(state, content, path)
+    return split_aliases(state)
+
+
+def _load(path: Path, mmap: bool) -> Any:
+    if not path.exists():
+        raise MissingFileError("no such file", path=path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own about legacy storages
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise UnsupportedError(
+            f"holds Python objects that only unsafe unpickling could read ({str(error).splitlines()[0][:200]})",
+            path=path,
+            remedy="Save tensors and plain numbers only; this library never unpickles objects.",
+        ) from error
+    except (
+        RuntimeError,
+        EOFError,
+        ValueError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        TypeError,
+        OSError,
+        OverflowError,
+        MemoryError,
+    ) as error:
+        raise CorruptFileError(
+            f"torch.load can't read it ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})", path=path
+        ) from error
+    except (AssertionError, zipfile.BadZipFile, NotImplementedError, RecursionError) as error:
+        raise CorruptFileError(f"torch.load can't read it ({type(error).__name__})", path=path) from error
+
+
+def _from_note(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: PathLike) -> CheckpointState:
+    state = rebuild(tensors, note, path)
+    for name, states in note["moments"].items():
+        state.optimizer[name].states = states
+    return state
+
+
+def _read_optimizer(state: CheckpointState, content: Mapping[str, Any], path: PathLike) -> None:
+    """PyTorch numbers an optimizer's parameters; give them their names back where that is certain."""
+    found = next((content[key] for key in _OPTIMIZER_KEYS if key in content), None)
+    if isinstance(found, list):
+        if len(found) > 1:
+            warn(f"{path}: the states of {len(found)} optimizers; only the first is kept")
+        found = found[0] if found else None
+    if not isinstance(found, Mapping) or "param_groups" not in found:
+        return
+    try:
+        named = _parameter_names(state, found)
+        if named is None:
+            warn(f"{path}: the optimizer's parameters have no names that could be found; its state is left out")
+            return
+        for number, group in enumerate(found["param_groups"]):
+            members = {named[index]: found["state"].get(index, {}) for index in group["params"]}
+            state.optimizer[f"group{number}"] = group_from_torch(group, members)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field="optimizer") from error
+
+
+def _parameter_names(state: CheckpointState, found: Mapping[str, Any]) -> dict[int, str] | None:
+    """From `param_names` where the file has them; else by order, if the shapes of the moments leave one way only."""
+    groups = found["param_groups"]
+    if all("param_names" in group for group in groups):
+        return {number: plain_name(name) for group in groups for number, name in zip(group["params"], group["param_names"], strict=True)}
+    numbers = [number for group in groups for number in group["params"]]
+    if sorted(numbers) != list(range(len(numbers))):
+        return None
+    shapes = {number: _moment_shape(found["state"].get(number, {})) for number in numbers}
+    buffers = ("running_mean", "running_var")
+    candidates = [name for name in state.trainable if name.rsplit(".", 1)[-1] not in buffers]
+    if len(candidates) != len(numbers):
+        return None
+    named = dict(zip(sorted(numbers), candidates, strict=True))
+    fits = all(shapes[number] in (None, tuple(state.trainable[name].shape)) for number, name in named.items())
+    return named if fits else None
+
+
+def _moment_shape(states: Mapping[str, Any]) -> tuple[int, ...] | None:
+    for key, value in states.items():
+        if key in TO_ORT_MOMENTS and isinstance(value, torch.Tensor):
+            return tuple(value.shape)
+    return None
+
+
+def write(state: CheckpointState, path: Path, *, durable: bool = True, progress: Progress | None = None, bare: bool = False) -> None:
+    """Write with `torch.save`. `bare=True` writes only the state dict; a state with more in it is refused unless that was left out."""
+    tensors, note = describe(state, path)
+    content: dict[str, Any] = {name: _whole(value) for name, value in tensors.items()}
+    if bare:
+        if note["strings"] or state.optimizer:
+            what = "a bare state dict holds no optimizer state and no string tensors"
+            raise UnsupportedError(what, path=path, remedy="Pass include_optimizer=False, or bare=False.")
+        if state.properties:
+            warn(f"{path}: a bare state dict holds no properties; {len(state.properties)} are left out")
+    else:
+        note["moments"] = {
+            name: {param: {key: _whole(value) for key, value in states.items()} for param, states in group.states.items()}
+            for name, group in state.optimizer.items()
+        }
+        content = {"state_dict": content, KEY: note}
+    try:
+        with atomic_write(path, durable=durable) as file:
+            torch.save(content, cast(BinaryIO, _Counted(file, progress)))
+    except RuntimeError as error:
+        # torch's zip writer hides the error of the file below it; what happened there is its cause.
+        raise CheckpointError(f"can't be written ({str(error).splitlines()[0]}); what was there before is untouched", path=path) from error
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """`torch.save` writes the storage behind a view: a small view of a large one is copied first."""
+    value = value.detach()
+    if value.is_meta or value.untyped_storage().nbytes() <= value.numel() * value.element_size():
+        return value
+    return value.clone()
+
+
+class _Counted:
+    """A file that tells `progress` how much went in. `torch.save` needs `write` and `flush`."""
+
+    def __init__(self, file: BinaryIO, progress: Progress | None) -> None:
+        self.file, self.progress = file, progress
+
+    def write(self, data: Any) -> int:
+        view, done = memoryview(data).cast("B"), 0
+        while done < len(view):
+            done += self.file.write(view[done:])
+        if self.progress:
+            self.progress(done)
+        return done
+
+    def flush(self) -> None:
+        self.file.flush()
