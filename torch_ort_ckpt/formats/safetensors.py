@@ -34,6 +34,7 @@ from .safetensors_file import IDENTITY_KEY, identity_of, parse_json, read_file, 
 SUFFIXES = (".safetensors", ".safetensors.index.json")
 KEY = "torch_ort_ckpt"
 MAX_SHARD_SIZE = 5 * 10**9
+_ATTEMPTS = 50
 
 
 def matches(path: Path) -> bool:
@@ -45,6 +46,17 @@ def matches(path: Path) -> bool:
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read weights and, where our metadata says there is one, the optimizer file."""
     places = _Places.of(path)
+    for _ in range(_ATTEMPTS):
+        before = places.marks()
+        try:
+            return _read(path, places, mmap)
+        except CheckpointError:
+            if places.marks() == before:  # else a writer replaced the files in between: the next ones are there
+                raise
+    raise CheckpointError("replaced again and again while being read", path=path)
+
+
+def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
     index = Path(f"{places.model}{SUFFIXES[1]}")
     model = _Bundle.open(places.model, index.exists() and not Path(f"{places.model}{SUFFIXES[0]}").exists(), mmap)
     with reported(model.path):
@@ -102,6 +114,17 @@ class _Places:
                 stem = Path(text.removesuffix(suffix))
                 return cls(stem, stem.with_name("optimizer") if stem.name == "model" else stem.with_name(f"{stem.name}.optimizer"))
         return cls(path / "model", path / "optimizer")
+
+    def marks(self) -> list[tuple[int, int, int] | None]:
+        """Change when a save commits."""
+        found: list[tuple[int, int, int] | None] = []
+        for suffix in SUFFIXES:
+            try:
+                now = os.stat(f"{self.model}{suffix}")
+                found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found
 
 
 @dataclasses.dataclass
