@@ -55,7 +55,7 @@ class GraphUpdater:
         self._lists: dict[str, dict[tuple[int, ...], list[Any]]] = {}
 
     def apply(self, update: Update) -> bool:
-        from .ort import ort_errors
+        from .sessions import ort_errors
 
         feeds: dict[str, Any] = {
             "learning_rate": np.array([update.lr], np.float32),
@@ -75,7 +75,7 @@ class GraphUpdater:
 
     def _session(self, spec: OptimizerSpec) -> Any:
         """Hyper-parameters are attributes of the graph: other values need another session (a small one)."""
-        from .ort import make_session
+        from .sessions import make_session
 
         if spec not in self._sessions:
             if len(self._sessions) >= 16:

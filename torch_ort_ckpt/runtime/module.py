@@ -66,7 +66,10 @@ class OrtModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
         engine = self.engine
-        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable)
+        art = self.artifacts
+        inputs = ordered_inputs(
+            art.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable, provided=art.input_gradients
+        )
         tensors = self._tensors()
         if self.training and torch.is_grad_enabled():
             if self._overwrite:  # lazy_reset_grad was called
