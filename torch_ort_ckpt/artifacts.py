@@ -42,6 +42,8 @@ class OptimizerSpec:
     adam_mode: int = 0
     correct_bias: bool = True
     max_norm: float | None = None
+    known: bool = True
+    """False for a `.ort` graph: it runs with its own hyper-parameters, which nobody outside can read."""
 
     @property
     def moments(self) -> int:
@@ -204,9 +206,8 @@ class Artifacts:
         if self.optimizer_path is None:
             raise MissingFileError(f"no {self.prefix}optimizer_model", path=self.folder, remedy="Use a torch.optim optimizer.")
         if self.optimizer is None:
-            raise UnsupportedError(
-                "the hyper-parameters of a .ort model can't be read", path=self.optimizer_path, remedy="Keep optimizer_model.onnx."
-            )
+            names = {spec.name for spec in _specs(self.optimizer_path, None, "input")}
+            return OptimizerSpec("AdamW" if "second_order_moments" in names else "SGD", known=False)
         return _optimizer_spec(self.optimizer, self.optimizer_path)
 
     def missing(self) -> list[str]:

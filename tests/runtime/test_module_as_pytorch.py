@@ -292,6 +292,10 @@ def test_tied_weights() -> None:
         run(plain)
         run(apart)
         torch.testing.assert_close(plain.norm.bias.grad, apart.norm.bias.grad + apart.fc1.bias.grad)
+    for _ in range(3):
+        plain.lazy_reset_grad()
+        plain.train_step(*batch("layernorm"))
+        torch.testing.assert_close(plain.norm.bias.grad, apart.norm.bias.grad + apart.fc1.bias.grad)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])

@@ -125,6 +125,7 @@ def _add_convert(subparsers: Any) -> None:
     parser.add_argument("--mixed-precision", action="store_true", help="write the half-precision aliases too")
     parser.add_argument("--upcast-half", action="store_true", help="give weights that exist only as <w>_fp16 an fp32 master")
     parser.add_argument("--version", type=int, choices=(1, 2), help="ort: 1 for devices on ORT 1.16 / 1.17, 2 (default) for 1.18 and later")
+    parser.add_argument("--model", metavar="ONNX", help="onnx: the model whose initializers take the weights (default: DST itself)")
     parser.add_argument("--no-verify", action="store_true", help="do not read the result back")
     add_writing(parser)
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import onnx
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -20,11 +21,14 @@ from ..dtypes import short_name
 from ..errors import CheckpointError, MissingDependencyError, MissingFileError, UnsupportedError
 from ..graphs import (
     ACCUMULATION_BUFFER,
+    ACCUMULATION_OUTPUT,
+    LAZY_RESET,
     TensorSpec,
     add_shape_outputs,
     batch_norms,
     direct_gradient_names,
     direct_gradients,
+    fix_dimensions,
     model_bytes,
     refuse_crashes,
 )
@@ -207,22 +211,35 @@ class _TrainingGraph(_Session):
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         if artifacts.training_path is None:
             raise MissingFileError("no training_model", path=artifacts.folder, remedy="Call model.eval() to run the eval graph.")
-        model = artifacts.training
-        if model is None:
-            raise UnsupportedError("a training model in .ort format", path=artifacts.training_path, remedy="Use training_model.onnx.")
-        refuse_crashes(model, options.dimensions, artifacts.training_path)
-        norms = batch_norms(model) if options.device.type == "cpu" else []
-        gradients = direct_gradient_names(model)
-        changed = direct_gradients(model)
-        shapes = add_shape_outputs(changed, [norm.source for norm in norms])
-        super().__init__(model_bytes(changed, artifacts.training_path), artifacts, options, {value.name for value in changed.graph.input})
         order = list(artifacts.parameters)
         self.trainable = [order.index(name) for name in artifacts.trainable]
-        self.gradients = [gradients[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
         self.gradient_specs = [_fixed(spec, artifacts) for spec in artifacts.gradients.values()]
-        self.outputs = [*(spec.name for spec in artifacts.outputs), *shapes]
-        self.statistics = [(order.index(norm.variance), norm.momentum) for norm in norms]
+        self.outputs = [spec.name for spec in artifacts.outputs]
+        self.statistics: list[tuple[int, float]] = []
+        # What writes a gradient: an output of its own, or (in a `.ort` model, which can't be changed) its accumulation buffer.
+        self.gradients: list[str] = []
+        self.buffers: list[str] = []
+        if artifacts.training is None:
+            self.buffers = [spec.name for spec in artifacts.gradients.values()]
+            super().__init__(str(artifacts.training_path), artifacts, options, {spec.name for spec in artifacts.training_inputs})
+        else:
+            model = self._prepared(artifacts.training, artifacts, options)
+            source = model_bytes(model, artifacts.training_path)
+            super().__init__(source, artifacts, options, {value.name for value in model.graph.input})
         self.pool = GradientPool(self._new_buffer)
+
+    def _prepared(self, model: onnx.ModelProto, artifacts: Artifacts, options: EngineOptions) -> onnx.ModelProto:
+        """The training graph as it is run: checked, with fixed dimensions, and with gradients as outputs."""
+        refuse_crashes(model, options.dimensions, artifacts.training_path)
+        names = direct_gradient_names(model)
+        self.gradients = [names[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
+        changed = direct_gradients(fix_dimensions(model, options.dimensions))
+        if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
+            order = list(artifacts.parameters)
+            norms = batch_norms(model)
+            self.statistics = [(order.index(norm.variance), norm.momentum) for norm in norms]
+            self.outputs += add_shape_outputs(changed, [norm.source for norm in norms])
+        return changed
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
         buffer, lease = self.pool.take()
@@ -252,8 +269,15 @@ class _TrainingGraph(_Session):
     def _new_buffer(self) -> GradientBuffer:
         buffer = GradientBuffer(self.gradient_specs, self.device)
         binding = Binding(self, self.outputs)
-        for name, view in zip(self.gradients, buffer.views(buffer.lease()), strict=True):
-            binding.io.bind_ortvalue_output(name, to_ort(view))
+        views = buffer.views(buffer.lease())
+        for name, view in zip(self.gradients or self.buffers, views, strict=True):
+            if self.gradients:
+                binding.io.bind_ortvalue_output(name, to_ort(view))
+            else:
+                binding.io.bind_ortvalue_input(name, to_ort(view))
+                binding.io.bind_output(name.removesuffix(ACCUMULATION_BUFFER) + ACCUMULATION_OUTPUT, _ort_device(torch.device("cpu")))
+        if self.buffers:  # adding up is PyTorch's business: every run overwrites its buffer
+            binding.io.bind_ortvalue_input(LAZY_RESET, to_ort(torch.ones(1, dtype=torch.bool, device=self.device)))
         buffer.binding = binding
         return buffer
 

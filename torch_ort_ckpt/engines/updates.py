@@ -70,7 +70,7 @@ class GraphUpdater:
             (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
-        torch.autograd.graph.increment_version([*update.parameters, *update.first, *update.second])
+        torch.autograd.graph.increment_version(update.parameters)
         return bool(np.asarray(updated).reshape(-1)[0])
 
     def _session(self, spec: OptimizerSpec) -> Any:
@@ -80,19 +80,23 @@ class GraphUpdater:
         if spec not in self._sessions:
             if len(self._sessions) >= 16:
                 self._sessions.clear()
-            model = self._artifacts.optimizer
+            model, path = self._artifacts.optimizer, self._artifacts.optimizer_path
+            built_in = spec == self._artifacts.optimizer_spec
             if model is None:
-                raise UnsupportedError("an optimizer graph in .ort format", remedy="Keep optimizer_model.onnx.")
-            if spec != self._artifacts.optimizer_spec:
-                model = with_hyperparameters(model, spec)
-            model = with_boolean_flag(model)
-            self._sessions[spec] = make_session(model_bytes(model, self._artifacts.optimizer_path), self._options)
+                if not built_in:
+                    raise UnsupportedError(
+                        "hyper-parameters can't be changed in a .ort graph", path=path, remedy="Use optimizer_model.onnx."
+                    )
+                self._sessions[spec] = make_session(str(path), self._options)
+            else:
+                source = with_boolean_flag(model if built_in else with_hyperparameters(model, spec))
+                self._sessions[spec] = make_session(model_bytes(source, path), self._options)
         return self._sessions[spec]
 
     def _arrays(self, role: str, tensors: Tensors) -> list[Any]:
         """Arrays over the tensors' memory. They hold no reference (a held gradient could not be reused), so they are only ever used
         for live tensors at the same addresses."""
-        pointers = tuple(tensor.data_ptr() for tensor in tensors)
+        pointers = tuple([tensor.data_ptr() for tensor in tensors])  # a list first: twice as fast as a generator
         known = self._lists.setdefault(role, {})
         if pointers not in known:
             if len(known) >= 4:

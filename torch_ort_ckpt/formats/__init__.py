@@ -33,7 +33,7 @@ from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
 
-FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch")
+FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx")
 """Names of all formats, in the order in which `detect` asks them."""
 
 _FOLDERS = ("pbseq", "runner")
@@ -201,7 +201,7 @@ def _members(folder: Path) -> list[tuple[Path, str]]:
     if not os.path.isdir(folder):
         return []
     places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
-    return [(place, kind) for place in places if (kind := _match(place)) is not None]
+    return [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
 
 
 def _call(function: Any, name: str, *args: Any, **options: Any) -> Any:
