@@ -31,13 +31,17 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
 
 
 def writing_options(options: argparse.Namespace, target: str) -> dict[str, Any]:
-    owners = {"version": ("ort",), "groups": ("ort", "pbseq"), "external_data": ("ort", "onnx"), "max_shard_size": ("safetensors",)}
-    owners["model"] = ("onnx",)
+    owners = {
+        "external_data": ("ort", "onnx"),
+        "groups": ("ort", "pbseq"),
+        "version": ("ort",),
+        "max_shard_size": ("safetensors",),
+        "model": ("onnx",),
+    }
     chosen = {name: getattr(options, name, None) for name in owners}
     for name, value in chosen.items():
         if value is not None and target not in owners[name]:
-            formats = " and ".join(map(repr, owners[name]))
-            raise CheckpointError(f"--{name.replace('_', '-')} is for format {formats}, the destination is {target!r}")
+            raise CheckpointError(f"--{name.replace('_', '-')} is for format {owners[name][0]!r}, the destination is {target!r}")
     return {name: value for name, value in chosen.items() if value is not None}
 
 

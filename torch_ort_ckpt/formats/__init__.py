@@ -201,7 +201,7 @@ def _members(folder: Path) -> list[tuple[Path, str]]:
     if not os.path.isdir(folder):
         return []
     places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
-    return [(place, kind) for place in places if (kind := _match(place)) is not None]
+    return [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
 
 
 def _call(function: Any, name: str, *args: Any, **options: Any) -> Any:
