@@ -93,8 +93,9 @@ def main() -> None:
     header = ["model", "native PyTorch", "eager / native", "eager / official ORT"]
     if not chosen.no_compile:
         header += ["compiled / native compiled", "compiled / official ORT"]
-    rows = [compare(name, chosen.threads, chosen.rounds, not chosen.no_compile) for name in chosen.only.split(",")]
-    print(table("A training step on the torch engine", header, rows))
+    print(table("A training step on the torch engine", header, []), flush=True)
+    for name in chosen.only.split(","):
+        print("| " + " | ".join(compare(name, chosen.threads, chosen.rounds, not chosen.no_compile)) + " |", flush=True)
 
 
 if __name__ == "__main__":

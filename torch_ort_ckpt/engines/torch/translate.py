@@ -29,6 +29,8 @@ LAZY_RESET = "lazy_reset_grad"
 MAX_FOLDED = 4096
 """Constants with more elements are not computed with at translation: that would keep two of them."""
 _DEVICE = "$device"
+_HOST_NAMES = {"ConcatTraining": "Concat"}
+"""ORT renames operators when it builds gradients, those of shape arithmetic too."""
 _CONTROL_FLOW = ("If", "Loop", "Scan")
 
 
@@ -212,7 +214,8 @@ class GraphBuilder:
         attributes = read_attributes(node)
         op = find_op(node.domain if node.domain != "ai.onnx" else "", node.op_type, self.opsets.get(node.domain, 1), where)
         inputs = [self.value(name) for name in node.input]
-        if not node.domain and len(node.output) == 1 and (host := fold_host(self.graph, node.op_type, inputs, attributes)) is not None:
+        name = node.op_type if not node.domain else _HOST_NAMES.get(node.op_type, "")
+        if len(node.output) == 1 and (host := fold_host(self.graph, name, inputs, attributes)) is not None:
             self.values[node.output[0]] = host
             return
         args = [self._argument(op, place, name) for place, name in enumerate(node.input)]
