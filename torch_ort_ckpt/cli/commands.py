@@ -187,7 +187,8 @@ def _add_diff(subparsers: Any) -> None:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    report = diff(options.a, options.b, atol=options.atol, rtol=options.rtol)
+    with progress_bar("comparing", size_of(options.a) + size_of(options.b)) as advance:
+        report = diff(options.a, options.b, atol=options.atol, rtol=options.rtol, progress=advance)
     if options.json:
         print_json(report.to_json())
     elif report.equal:
