@@ -15,10 +15,13 @@ from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
     from .artifacts import Artifacts, OptimizerSpec
+    from .engines.torch import register_op
     from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
     from .runtime.session import TrainingSession
+    from .source import to_torch_module
+    from .stages import pipeline_stages
 
 __version__ = "0.1.0"
 
@@ -29,6 +32,9 @@ _LAZY = {
     "OrtOptimizer": ".runtime.optimizer",
     "TrainingSession": ".runtime.session",
     "export_artifacts": ".export",
+    "pipeline_stages": ".stages",
+    "register_op": ".engines.torch",
+    "to_torch_module": ".source",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 
@@ -54,10 +60,13 @@ __all__ = [
     "from_torch",
     "load",
     "merge",
+    "pipeline_stages",
+    "register_op",
     "save",
     "split",
     "to_optimizer_state_dict",
     "to_state_dict",
+    "to_torch_module",
     "verify",
 ]
 

@@ -90,7 +90,7 @@ class GraphUpdater:
                     )
                 self._sessions[spec] = make_session(str(path), self._options)
             else:
-                source = model if built_in else with_hyperparameters(model, spec)
+                source = with_boolean_flag(model if built_in else with_hyperparameters(model, spec))
                 self._sessions[spec] = make_session(model_bytes(source, path), self._options)
         return self._sessions[spec]
 
@@ -166,6 +166,19 @@ def _increment_versions(tensors: Tensors) -> None:
     except TypeError:  # PyTorch 2.4 takes one tensor at a time
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
+
+
+def with_boolean_flag(model: onnx.ModelProto) -> onnx.ModelProto:
+    """ORT 1.14 and 1.15 declared the output that says whether an update took place as int64; later releases refuse such a graph."""
+    flags = {node.output[0] for node in model.graph.node if node.op_type == "AdamWOptimizer"}
+    if not any(value.name in flags and value.type.tensor_type.elem_type == onnx.TensorProto.INT64 for value in model.graph.output):
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in changed.graph.output:
+        if value.name in flags:
+            value.type.tensor_type.elem_type = onnx.TensorProto.BOOL
+    return changed
 
 
 def clip_gradients(gradients: list[torch.Tensor], max_norm: float) -> None:
