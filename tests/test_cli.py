@@ -195,3 +195,16 @@ def test_demo_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: P
     code, _, err = run(capsys, "demo", tmp_path)
     assert code == 2
     assert "torch-ort-ckpt[ort]" in err
+
+
+def test_completion_completes_commands_and_options() -> None:
+    def complete(*words: str) -> set[str]:
+        line = " ".join(f'"{word}"' for word in words)
+        code = f"source /dev/stdin; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _torch_ort_ckpt; printf '%s\\n' ${{COMPREPLY[@]}}"
+        printed = subprocess.run(
+            [sys.executable, "-m", "torch_ort_ckpt", "completion", "bash"], capture_output=True, text=True, check=True
+        ).stdout
+        return set(subprocess.run(["bash", "-c", code], input=printed, capture_output=True, text=True, check=True).stdout.split())
+
+    assert complete("torch-ort-ckpt", "in") == {"inspect"}
+    assert complete("torch-ort-ckpt", "convert", "--no-o") == {"--no-optimizer"}

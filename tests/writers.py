@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import torch_ort_ckpt as toc
+from torch_ort_ckpt import folders
 from torch_ort_ckpt.formats import ort, sidecar
 
 forkserver = multiprocessing.get_context("forkserver")
@@ -61,6 +62,16 @@ def save_and_die(path: Path, options: dict[str, Any], step: int, journal: Path) 
 def repair_and_die(path: Path, step: int, journal: Path) -> None:
     _install(step, journal)
     sidecar.repair(path)
+
+
+def save_folder_and_die(path: Path, format: str, step: int, journal: Path) -> None:
+    _install(step, journal)
+    toc.save(new(), path, format=format)
+
+
+def repair_folder_and_die(path: Path, step: int, journal: Path) -> None:
+    _install(step, journal)
+    folders.repair(path)
 
 
 def save_forever(path: Path, kinds: tuple[bool, bool], started: Connection) -> None:
@@ -147,11 +158,14 @@ class _Mortal:
         return getattr(self._file, name)
 
 
+_WATCHED = ("open", "fsync", "replace", "unlink", "chmod", "rename", "mkdir", "rmdir")
+
+
 def _install(last: int, journal: Path) -> None:
     log = journal.open("w", buffering=1)
     names: dict[int, str] = {}
     done = 0
-    real = {name: getattr(os, name) for name in ("open", "fdopen", "fsync", "replace", "unlink", "chmod")}
+    real = {name: getattr(os, name) for name in ("fdopen", *_WATCHED)}
 
     def step(*what: Any) -> None:
         nonlocal done
@@ -170,7 +184,7 @@ def _install(last: int, journal: Path) -> None:
 
         return call
 
-    for name in ("open", "fsync", "replace", "unlink", "chmod"):
+    for name in _WATCHED:
         setattr(os, name, wrapped(name))
     os.fdopen = lambda fd, mode, **options: (
         _Mortal(real["fdopen"](fd, mode, **options), step) if "w" in mode else real["fdopen"](fd, mode, **options)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # protobuf has no inline types
+from google.protobuf.message import DecodeError
 
 from .dtypes import TORCH_FROM_ONNX, short_name
-from .errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from .errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
 
 ACCUMULATION_BUFFER = "_grad.accumulation.buffer"
 ACCUMULATION_OUTPUT = "_grad.accumulation.out"
@@ -24,6 +24,18 @@ RANDOM_OPS = frozenset(
     | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 RECURRENT_OPS = frozenset({"LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"})
+
+
+_ORT_TYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(uint8)": torch.uint8,
+    "tensor(bool)": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,22 @@ def spec_of(value: onnx.ValueInfoProto) -> TensorSpec:
     if kind.HasField("shape"):
         shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim)
     return TensorSpec(value.name, TORCH_FROM_ONNX.get(kind.elem_type), shape)
+
+
+def describe_ort_file(path: str | os.PathLike[str], side: str) -> list[TensorSpec]:
+    """Inputs (`side="input"`) or outputs of a model in ORT's own format, which only ORT can read."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            "only ONNX Runtime reads .ort models", path=path, remedy='pip install "torch-ort-ckpt[ort]"'
+        ) from error
+    session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+    found = session.get_inputs() if side == "input" else session.get_outputs()
+    return [
+        TensorSpec(value.name, _ORT_TYPES.get(value.type), tuple(size if size is not None else "?" for size in value.shape))
+        for value in found
+    ]
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
@@ -160,6 +188,19 @@ def add_shape_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]
 def is_random(model: onnx.ModelProto) -> bool:
     """Whether running the graph draws random numbers."""
     return any(node.op_type in RANDOM_OPS for node in all_nodes(model.graph))
+
+
+def fix_dimensions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    """The graph with symbolic dimensions replaced by sizes, in its inner values too: AveragePoolGrad takes its shape from there."""
+    if not sizes:
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in [*changed.graph.input, *changed.graph.output, *changed.graph.value_info]:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    return changed
 
 
 def refuse_crashes(model: onnx.ModelProto, fixed: Iterable[str], path: str | os.PathLike[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from .artifacts import Artifacts
 from .dtypes import ONNX_FROM_TORCH
 from .errors import CheckpointError, MissingFileError, UnsupportedError
 from .graphs import all_nodes
-from .repairs import cap_ir_version, element_types
+from .repairs import cap_ir_version, typed_values
 from .state import nbytes
 from .storage import PathLike, atomic_write, tensor_bytes
 
@@ -72,11 +72,12 @@ def inference_model(graph_model: onnx.ModelProto, artifacts: Artifacts, outputs:
             if name and name not in needed:
                 needed.add(name)
                 waiting.append(name)
-    types = element_types(model) if any(name not in declared for name in wanted) else {}
+    inferred = {value.name: value for value in typed_values(model)} if any(name not in declared for name in wanted) else {}
     nodes = [node for node in graph.node if id(node) in kept]
     inputs = [value for value in graph.input if value.name in needed]
     constants = [tensor for tensor in graph.initializer if tensor.name in needed]
-    chosen = [declared.get(name) or helper.make_tensor_value_info(name, types.get(name, onnx.TensorProto.FLOAT), None) for name in wanted]
+    unknown_type = onnx.TensorProto.FLOAT
+    chosen = [declared.get(name) or inferred.get(name) or helper.make_tensor_value_info(name, unknown_type, None) for name in wanted]
     for field, values in ((graph.node, nodes), (graph.input, inputs), (graph.initializer, constants), (graph.output, chosen)):
         copies = [type(value).FromString(value.SerializeToString()) for value in values]
         del field[:]

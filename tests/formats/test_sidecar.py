@@ -43,7 +43,7 @@ def refused(path: Path, message: str, kind: type[toc.CheckpointError] = toc.Chec
 
 def test_missing(pair: Path) -> None:
     os.unlink(f"{pair}.data")
-    assert "beside the checkpoint" in str(refused(pair, "a part of this checkpoint is missing", MissingFileError))
+    assert "beside the checkpoint" in str(refused(pair, "part of this checkpoint is missing", MissingFileError))
 
 
 @pytest.mark.parametrize("left", [0, 1, 63, 64, 1000])
@@ -201,3 +201,20 @@ def write(folder: Path, tensors: list[Fields], data: bytes, *more: Field, has_ex
     path.write_bytes(official(checkpoint(module(tensors, None, *flag), *more)))
     Path(f"{path}.data").write_bytes(data)
     return path
+
+
+def test_a_refused_save_leaves_the_data_of_an_interrupted_one(tmp_path: Path) -> None:
+    """The same content again, when its data still waits for its final name and the checkpoint itself can't be replaced."""
+    path = tmp_path / "checkpoint"
+    state = toc.CheckpointState(trainable={"w": torch.ones(9)})
+    toc.save(state, path, external_data=True)
+    identity = path.read_bytes()[-64:].strip(b"\0").decode().removeprefix("TOCPAIR1")
+    os.rename(f"{path}.data", f"{path}.data.{identity}")
+    os.rename(path, tmp_path / "kept")
+    path.mkdir()
+    with pytest.raises(toc.CheckpointError, match="Is a directory"):
+        toc.save(state, path, external_data=True)
+    path.rmdir()
+    os.rename(tmp_path / "kept", path)
+    assert sidecar.repair(path)
+    assert toc.load(path) == state

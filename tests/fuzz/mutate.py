@@ -216,24 +216,39 @@ SLACK = 256 << 10
 PEAK = 64
 
 
-def run(samples: Sequence[Sample], folder: Path, *, seed: int, files: int, format: str, **save_options: Any) -> Report:
-    """Make `files` mutants and hold each against the contract; raises `AssertionError` with the mutant's story at the first breach."""
+def run(
+    samples: Sequence[Sample], folder: Path, *, seed: int, files: int, format: str, checksums: bool = False, **save_options: Any
+) -> Report:
+    """Make `files` mutants and hold each against the contract; raises `AssertionError` with the mutant's story at the first breach.
+
+    `checksums`: the format has some, which are checked when everything is read but not when it is mapped.
+    """
     report = Report()
     for files_at_first in (samples[0].files, {"junk": b"in no format, so that every format's module is loaded"}):
         target = samples[0].target if "junk" not in files_at_first else "junk"
-        check(Mutant(files_at_first, target, "warm-up"), folder / "warm-up", Report(), format, save_options, measured=False)
+        check(
+            Mutant(files_at_first, target, "warm-up"),
+            folder / "warm-up",
+            Report(),
+            format,
+            save_options,
+            measured=False,
+            checksums=checksums,
+        )
     with limited_memory():
         for number in range(files):
             case = mutant(samples, seed, number)
             place = folder / "case"  # kept on a failure or a crash, to be looked at
             try:
-                check(case, place, report, format, save_options, measured=number % 16 == 0)
+                check(case, place, report, format, save_options, measured=number % 16 == 0, checksums=checksums)
             except BaseException as error:
                 raise AssertionError(f"mutant {number} of seed {seed} ({case.story}): {type(error).__name__}: {error}") from error
     return report
 
 
-def check(case: Mutant, place: Path, report: Report, format: str, save_options: dict[str, Any], measured: bool) -> None:
+def check(
+    case: Mutant, place: Path, report: Report, format: str, save_options: dict[str, Any], *, measured: bool, checksums: bool = False
+) -> None:
     """The contract: loading gives a state whose every byte can be touched, saved and read back, or a `CheckpointError` that says where;
     the same with and without a mapping, in bounded time and memory."""
     shutil.rmtree(place, ignore_errors=True)  # never overwritten in place: mappings may be alive
@@ -252,7 +267,11 @@ def check(case: Mutant, place: Path, report: Report, format: str, save_options: 
             assert peak[0] <= PEAK * size + SLACK, f"{peak[0]} bytes taken for a file of {size}"
             report.largest_peak = max(report.largest_peak, peak[0])
         read = _load(path, mmap=False)
-        if isinstance(mapped, toc.CheckpointError) or isinstance(read, toc.CheckpointError):
+        if checksums and isinstance(read, toc.CheckpointError) and isinstance(mapped, toc.CheckpointState):
+            _check_error(read, place)
+            _check_state(mapped, mapped, size)
+            report.refused["checksum"] += 1
+        elif isinstance(mapped, toc.CheckpointError) or isinstance(read, toc.CheckpointError):
             assert type(mapped) is type(read), f"mapped: {mapped!r}, read: {read!r}"
             assert str(mapped) == str(read)
             _check_error(read, place)

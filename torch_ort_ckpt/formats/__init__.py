@@ -7,6 +7,7 @@ A format module has
 - `write(state, path, *, durable, progress, **options) -> None`: the state is already reduced to what the caller asked for
   (`include_optimizer`, `include_mixed_precision`). Read-only formats have none.
 - `SUFFIXES`: what `format_for` recognises in a destination's name.
+- `READ_BY`: the ORT releases that read it, where there are any.
 
 Modules are imported when first needed, so that optional packages stay optional.
 """
@@ -32,7 +33,7 @@ from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
 
-FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch")
+FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx")
 """Names of all formats, in the order in which `detect` asks them."""
 
 _FOLDERS = ("pbseq", "runner")
@@ -149,6 +150,11 @@ def format_for(path: PathLike) -> str:
     raise CheckpointError("can't tell a format from this name", path=path, remedy=f"Pass format= (--to) one of {', '.join(FORMATS)}.")
 
 
+def read_by(name: str, version: int | None = None) -> str:
+    """The ORT releases that read this format (and version of it) as it is."""
+    return str(getattr(module(name), "VERSIONS", {}).get(version) or getattr(module(name), "READ_BY", "no release of ORT"))
+
+
 def module(name: str) -> ModuleType:
     """The format's module, imported on first use."""
     if name not in FORMATS:
@@ -195,7 +201,7 @@ def _members(folder: Path) -> list[tuple[Path, str]]:
     if not os.path.isdir(folder):
         return []
     places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
-    return [(place, kind) for place in places if (kind := _match(place)) is not None]
+    return [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
 
 
 def _call(function: Any, name: str, *args: Any, **options: Any) -> Any:
