@@ -1,5 +1,7 @@
 """ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit."""
 
+from typing import TYPE_CHECKING, Any
+
 from .averaging import average
 from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
 from .comparison import Report, diff
@@ -10,14 +12,29 @@ from .integrity import verify
 from .names import NameMap
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
+if TYPE_CHECKING:
+    from .artifacts import Artifacts
+    from .runtime.module import OrtModule
+    from .runtime.optimizer import OrtOptimizer
+
 __version__ = "0.1.0"
 
+_LAZY = {
+    "Artifacts": ".artifacts",
+    "OrtModule": ".runtime.module",
+    "OrtOptimizer": ".runtime.optimizer",
+}
+"""Names that cost an import (onnx, engines) and are looked up when first used."""
+
 __all__ = [
+    "Artifacts",
     "CheckpointError",
     "CheckpointState",
     "CheckpointWarning",
     "NameMap",
     "OptimizerGroup",
+    "OrtModule",
+    "OrtOptimizer",
     "PartitionInfo",
     "Report",
     "average",
@@ -31,3 +48,13 @@ __all__ = [
     "to_state_dict",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

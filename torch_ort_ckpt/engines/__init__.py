@@ -1,0 +1,88 @@
+"""Who executes a training graph. `OrtModule` sees only the `Engine` protocol; PyTorch owns every tensor, engines borrow them.
+
+`parameters` is always the list of tensors for `artifacts.parameters`, in that order; `gradients` are for `artifacts.trainable`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch import device as Device
+
+from ..artifacts import Artifacts
+from ..errors import CheckpointError, UnsupportedError
+from ..graphs import refuse_crashes
+
+logger = logging.getLogger(__name__)
+
+Tensors = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a user may choose about the execution. `session_options` (an `onnxruntime.SessionOptions`) is for the ort engine only."""
+
+    device: Device = field(default_factory=lambda: Device("cpu"))
+    dimensions: Mapping[str, int] = field(default_factory=dict)
+    threads: int | None = None
+    session_options: Any = None
+    provider_options: Mapping[str, Any] = field(default_factory=dict)
+    compile: bool = False
+
+
+class Engine(Protocol):
+    """Executes the graphs of one set of artifacts. `seed` determines every random number of the call (None: the graph draws none)."""
+
+    name: str
+    differentiable: bool
+    """Whether inputs and extra outputs take part in autograd, evaluation too, and random numbers are torch's own."""
+
+    def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[Tensor, ...]:
+        """Outputs of the training graph, loss first. The loss is attached to autograd through the parameters that require gradients."""
+
+    def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[Tensor, ...], Tensors]:
+        """The same without autograd: outputs, and the loss's gradient for each of `artifacts.trainable`, fresh tensors or free ones."""
+
+    def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[Tensor, ...]:
+        """Outputs of the eval graph."""
+
+
+Maker = Callable[[Artifacts, EngineOptions], Engine]
+
+
+def make(name: str, artifacts: Artifacts, options: EngineOptions) -> Engine:
+    """The engine called `ort` or `torch`; `auto` is ORT where it is installed and able to run these graphs, and PyTorch elsewhere."""
+    if name == "auto":
+        reason = why_not_ort(artifacts, options)
+        name = "torch" if reason else "ort"
+        logger.info("engine: %s%s", name, f" ({reason})" if reason else "")
+    if name == "ort":
+        from . import ort
+
+        return ort.OrtEngine(artifacts, options)
+    if name == "torch":
+        from .torch import TorchEngine
+
+        return TorchEngine(artifacts, options)
+    raise CheckpointError(f"no engine called {name!r}", remedy='Use "ort", "torch" or "auto".')
+
+
+def why_not_ort(artifacts: Artifacts, options: EngineOptions) -> str | None:
+    """What keeps ONNX Runtime from running these artifacts here; None if nothing does."""
+    if not importlib.util.find_spec("onnxruntime"):
+        return "onnxruntime-training is not installed"
+    if not importlib.util.find_spec("onnxruntime.training"):
+        return "the installed onnxruntime can't train"
+    if options.device.type != "cpu" and options.device.type != "cuda":
+        return f"onnxruntime-training does not run on {options.device.type}"
+    if artifacts.training is not None:
+        try:
+            refuse_crashes(artifacts.training, options.dimensions, artifacts.training_path)
+        except UnsupportedError as error:
+            return error.message
+    return None

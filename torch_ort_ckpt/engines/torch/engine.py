@@ -1,0 +1,114 @@
+"""`TorchEngine`: PyTorch executes the graphs, autograd computes the gradients. See `Engine` for what each method promises.
+
+Random numbers come from torch's own generator, as for any PyTorch module, so that activation checkpointing and saved RNG states work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from ...artifacts import Artifacts
+from ...errors import MissingFileError, UnsupportedError
+from ...graphs import TensorSpec, load_model
+from ...state import split_half_suffix
+from .. import EngineOptions, Tensors
+from .translate import Translation, translate
+
+
+class TorchEngine:
+    """Graphs are translated when first needed; `options.compile` puts them through `torch.compile`."""
+
+    name = "torch"
+    differentiable = True
+
+    def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
+        self.artifacts, self.options = artifacts, options
+        self._training: TorchGraph | None = None
+        self._eval: TorchGraph | None = None
+
+    def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
+        return self.training_graph(inputs, parameters)
+
+    def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
+        order = list(self.artifacts.parameters)
+        with torch.enable_grad():
+            outputs = self.training_graph(inputs, parameters)
+            trainable = [parameters[order.index(name)] for name in self.artifacts.trainable]
+            chosen = [place for place, parameter in enumerate(trainable) if parameter.requires_grad]
+            found = torch.autograd.grad(outputs[0], [trainable[place] for place in chosen], allow_unused=True)
+        gradients = [torch.zeros(())] * len(trainable)
+        for place, gradient in zip(chosen, found, strict=True):
+            gradients[place] = torch.zeros_like(trainable[place]) if gradient is None else gradient
+        return tuple(output.detach() for output in outputs), gradients
+
+    def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        return self.eval_graph(inputs, parameters)
+
+    @property
+    def training_graph(self) -> TorchGraph:
+        """The forward part of the training graph."""
+        if self._training is None:
+            self._training = make_graph(self.artifacts, self.options, training=True)
+        return self._training
+
+    @property
+    def eval_graph(self) -> TorchGraph:
+        if self._eval is None:
+            self._eval = make_graph(self.artifacts, self.options, training=False)
+        return self._eval
+
+
+@dataclass
+class TorchGraph:
+    """A translated graph and where its arguments are among the artifacts' inputs and parameters."""
+
+    translation: Translation
+    inputs: list[int]
+    parameters: list[tuple[int, torch.dtype | None]]
+    """Place among the artifacts' parameters, and the type of a half-precision alias."""
+    run: Callable[..., Any]
+
+    def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        arguments = [inputs[place] for place in self.inputs]
+        for place, half in self.parameters:
+            arguments.append(parameters[place] if half is None else parameters[place].to(half))
+        outputs: tuple[torch.Tensor, ...] = self.run(*arguments)
+        return outputs
+
+
+def make_graph(artifacts: Artifacts, options: EngineOptions, *, training: bool) -> TorchGraph:
+    """Translate the training or the eval graph of these artifacts."""
+    path = artifacts.training_path if training else artifacts.eval_path
+    if path is None:
+        missing, remedy = (
+            ("training_model", "Call model.eval() to run the eval graph.") if training else ("eval_model", "Stay in training mode.")
+        )
+        raise MissingFileError(f"no {missing}", path=artifacts.folder, remedy=remedy)
+    model = artifacts.training if training else artifacts.eval
+    if model is None:
+        raise UnsupportedError("only ONNX Runtime reads the .ort format", path=path, remedy='Use the .onnx file, or engine="ort".')
+    order = list(artifacts.parameters)
+    names = [*order, *artifacts.aliases]
+    outputs = [spec.name for spec in (artifacts.outputs if training else artifacts.eval_outputs)]
+    translation = translate(_with_weights(model, path), parameters=names, outputs=outputs)
+    translation.module.to(options.device)
+    specs: list[TensorSpec] = artifacts.inputs
+    places = {spec.name: place for place, spec in enumerate(specs)}
+    parameters = [
+        (order.index(artifacts.aliases[name]), split_half_suffix(name)[1]) if name in artifacts.aliases else (order.index(name), None)
+        for name in translation.parameters
+    ]
+    # GraphModule.__call__ only adds a traceback on errors; the forward itself is the function.
+    run: Callable[..., Any] = torch.compile(translation.module) if options.compile else translation.module.forward
+    return TorchGraph(translation, [places[name] for name in translation.inputs], parameters, run)
+
+
+def _with_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    external = any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer)
+    return load_model(path, weights=True) if external else model

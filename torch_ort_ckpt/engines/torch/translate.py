@@ -1,0 +1,280 @@
+"""ONNX graph to `torch.fx.GraphModule`: slice the part that the wanted outputs need, then one torch call per node.
+
+The module is a pure function: `forward(*inputs, *parameters)`. Whoever owns the parameters passes them in, so sharding, functional
+transforms and autograd see ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.inliner
+import torch
+from torch import fx, nn
+
+from ...errors import CheckpointError, UnsupportedError
+from .constants import constant_value, identifier, read_attributes, read_tensor
+from .host import Host, fold_host, host_constant
+from .registry import Kind, Op, find_op
+
+GRADIENT_OUTPUT = ".accumulation.out"
+GRADIENT_BUFFER = ".accumulation.buffer"
+LAZY_RESET = "lazy_reset_grad"
+_DEVICE = "$device"
+_CONTROL_FLOW = ("If", "Loop", "Scan")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The module and the ONNX names behind its arguments and results."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def translate(model: onnx.ModelProto, *, parameters: Iterable[str] = (), outputs: Sequence[str] | None = None) -> Translation:
+    """Translate what `outputs` need (default: every graph output but the gradients) of a training, eval or inference graph.
+
+    `parameters` are the graph inputs or initializers that the caller will pass after the user inputs, in this order; those that the
+    graph does not use are left out. Other initializers become constants of the module."""
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    graph = model.graph
+    wanted = forward_outputs(model) if outputs is None else list(outputs)
+    nodes, needed = slice_graph(graph, wanted)
+    order = list(parameters)
+    missing = (
+        needed
+        - {value.name for value in graph.input}
+        - {tensor.name for tensor in graph.initializer}
+        - {o for n in nodes for o in n.output}
+    )
+    if missing:
+        raise CheckpointError(f"the graph has no value named {sorted(missing)[0]!r}", field="outputs")
+    builder = GraphBuilder({entry.domain: entry.version for entry in model.opset_import})
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = [value.name for value in graph.input if value.name not in constants and value.name not in order and not _is_ort_s(value.name)]
+    used = [name for name in order if name in needed]
+    for name in (*inputs, *used):
+        builder.add_input(name)
+    for tensor in graph.initializer:
+        if tensor.name in needed and tensor.name not in used:
+            builder.add_constant(tensor.name, read_tensor(tensor))
+    builder.add_nodes(nodes)
+    return Translation(builder.finish(wanted), tuple(inputs), tuple(used), tuple(wanted))
+
+
+def forward_outputs(model: onnx.ModelProto) -> list[str]:
+    """The loss and the extra outputs: all graph outputs but the accumulated gradients."""
+    return [value.name for value in model.graph.output if not value.name.endswith(GRADIENT_OUTPUT)]
+
+
+def slice_graph(graph: onnx.GraphProto, outputs: Iterable[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+    """The nodes that `outputs` need, in order, and every value they read."""
+    needed = set(outputs)
+    nodes = []
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            nodes.append(_without_unused_outputs(node, needed))
+            needed.update(name for name in (*node.input, *_captured(node)) if name)
+    return nodes[::-1], needed
+
+
+@dataclass
+class GraphBuilder:
+    """Adds ONNX nodes to an fx graph. A subgraph's builder has an `outer` one, whose values it captures as extra inputs."""
+
+    opsets: Mapping[str, int]
+    outer: GraphBuilder | None = None
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    root: nn.Module = field(default_factory=nn.Module)
+    values: dict[str, Any] = field(default_factory=dict)
+    captured: list[Any] = field(default_factory=list)
+    _last_input: fx.Node | None = None
+    _names: set[str] = field(default_factory=set)
+
+    def add_input(self, name: str, rank: int | None = None, dtype: torch.dtype = torch.int64) -> fx.Node:
+        """A placeholder; with `rank`, one that will receive Python numbers."""
+        text = base = identifier(name)
+        count = 1
+        while text in self._names:
+            text, count = f"{base}_{count}", count + 1
+        self._names.add(text)
+        with (
+            self.graph.inserting_after(self._last_input)
+            if self._last_input
+            else self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        ):
+            node = self.graph.placeholder(text)
+        self._last_input = node
+        self.values[name] = node if rank is None else Host(node, rank, dtype)
+        return node
+
+    def add_constant(self, name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        if isinstance(value, np.ndarray):
+            raise UnsupportedError("string tensors can't enter a torch graph", field=name)
+        self.values[name] = host_constant(value) or self._buffer(name, value)
+
+    def add_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        for node in nodes:
+            where = f"node {node.name or node.output[0]!r}"
+            if node.op_type == "Constant" and not node.domain:
+                self.add_constant(node.output[0], constant_value(node))
+            elif node.op_type == "Identity" and not node.domain:
+                self.values[node.output[0]] = self.value(node.input[0])
+            elif node.op_type in _CONTROL_FLOW and not node.domain:
+                from .control_flow import add_control_flow
+
+                self._store(node, add_control_flow(self, node, read_attributes(node)))
+            else:
+                self._add(node, where)
+
+    def value(self, name: str) -> Any:
+        """The `Host` or graph node of an ONNX value; None for an input left out."""
+        if not name:
+            return None
+        if name not in self.values:
+            if self.outer is None:
+                raise CheckpointError(
+                    f"no node, input or initializer gives {name!r}", field=name, remedy="The graph is not in topological order."
+                )
+            value = self.outer.device() if name == _DEVICE else self.outer.value(name)
+            if isinstance(value, Host) and value.constant:
+                return value
+            self.add_input(name, *((value.rank, value.dtype) if isinstance(value, Host) else ()))
+            self.captured.append(value.value if isinstance(value, Host) else value)
+        return self.values[name]
+
+    def tensor(self, name: str) -> Any:
+        """The value as a tensor's node."""
+        value = self.value(name)
+        if not isinstance(value, Host):
+            return value
+        if value.constant:
+            node = self._buffer(name, torch.tensor(value.value, dtype=value.dtype))
+            self.values[name + "$tensor"] = node
+            return node
+        return self.graph.call_function(torch.tensor, (value.value,), {"dtype": value.dtype, "device": self.device()})
+
+    def device(self) -> Any:
+        """The device of the model: that of its first tensor input."""
+        if self.outer is not None:
+            return self.value(_DEVICE)
+        if _DEVICE not in self.values:
+            first = next((node for node in self.graph.nodes if node.op == "placeholder"), None)
+            if first is None:
+                return torch.device("cpu")
+            with self.graph.inserting_after(self._last_input or first):
+                self.values[_DEVICE] = self.graph.call_function(getattr, (first, "device"))
+        return self.values[_DEVICE]
+
+    def finish(self, outputs: Sequence[str], *, host: Sequence[int] = ()) -> fx.GraphModule:
+        """Close the graph. Results are a tuple; those at the positions in `host` may stay Python numbers."""
+        results = []
+        for place, name in enumerate(outputs):
+            value = self.value(name)
+            results.append(value.value if isinstance(value, Host) and place in host else self.tensor(name))
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
+
+    def submodule(self, module: nn.Module) -> fx.Node:
+        name = f"branch_{len(list(self.root.children()))}"
+        self.root.add_module(name, module)
+        return self.graph.get_attr(name)
+
+    def _buffer(self, name: str, value: torch.Tensor) -> fx.Node:
+        text = identifier(name)
+        while hasattr(self.root, text):
+            text += "_"
+        self.root.register_buffer(text, value, persistent=False)
+        return self.graph.get_attr(text)
+
+    def _add(self, node: onnx.NodeProto, where: str) -> None:
+        attributes = read_attributes(node)
+        op = find_op(node.domain if node.domain != "ai.onnx" else "", node.op_type, self.opsets.get(node.domain, 1), where)
+        inputs = [self.value(name) for name in node.input]
+        if not node.domain and len(node.output) == 1 and (host := fold_host(self.graph, node.op_type, inputs, attributes)) is not None:
+            self.values[node.output[0]] = host
+            return
+        args = [self._argument(op, place, name) for place, name in enumerate(node.input)]
+        while args and args[-1] is None:
+            args.pop()
+        if op.keywords is not None:
+            if len(args) > len(op.kinds) and not op.variadic:
+                raise UnsupportedError(
+                    f"{node.op_type}: input {len(op.kinds)} ({node.input[len(op.kinds)]!r}) is not supported", field=where
+                )
+            if unknown := [name for name in attributes if not op.takes(name)]:
+                raise UnsupportedError(f"{node.op_type}: the attribute {unknown[0]!r} is not supported", field=where)
+            if "outputs" in op.keywords:
+                attributes["outputs"] = len(node.output)
+            if "device" in op.keywords:
+                attributes["device"] = self.device()
+        self._store(node, self._call(op, args, attributes, node))
+
+    def _call(self, op: Op, args: list[Any], attributes: dict[str, Any], node: onnx.NodeProto) -> fx.Node:
+        for name, value in list(attributes.items()):
+            if isinstance(value, torch.Tensor):
+                if op.takes(f"{name}_dtype"):
+                    attributes[f"{name}_dtype"] = value.dtype
+                attributes[name] = value.item() if value.numel() == 1 else self._buffer(f"{node.output[0]}_{name}", value)
+        call = self.graph.create_node("call_function", op.function, tuple(args), attributes, name=identifier(node.output[0]))
+        call.meta["onnx"] = f"{node.op_type} {node.name}".strip()
+        return call
+
+    def _store(self, node: onnx.NodeProto, result: Any) -> None:
+        if isinstance(result, list):
+            self.values.update(zip(node.output, result, strict=False))
+        elif len(node.output) == 1:
+            self.values[node.output[0]] = result
+        else:
+            for place, name in enumerate(node.output):
+                if name:
+                    self.values[name] = self.graph.call_function(operator.getitem, (result, place))
+
+    def _argument(self, op: Op, place: int, name: str) -> Any:
+        value = self.value(name)
+        kind = op.kind(place)
+        if isinstance(value, Host):
+            return value.value if kind is Kind.HOST or (kind is Kind.SCALAR and value.rank == 0) else self.tensor(name)
+        if kind is Kind.HOST and value is not None:
+            if value.op == "get_attr":
+                return self.root.get_buffer(value.target).tolist()
+            return self.graph.call_function(torch.Tensor.tolist, (value,))
+        return value
+
+
+def _without_unused_outputs(node: onnx.NodeProto, needed: set[str]) -> onnx.NodeProto:
+    """Drop trailing outputs that nobody reads: what a Dropout's mask or a LayerNormalization's mean is to the forward part."""
+    used = max(place for place, name in enumerate(node.output) if name in needed) + 1
+    if used == len(node.output):
+        return node
+    trimmed = onnx.NodeProto()
+    trimmed.CopyFrom(node)
+    del trimmed.output[used:]
+    return trimmed
+
+
+def _captured(node: onnx.NodeProto) -> set[str]:
+    """Values of the enclosing graphs that the node's subgraphs read."""
+    names: set[str] = set()
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            inside = {name for inner in attribute.g.node for name in (*inner.input, *_captured(inner))}
+            inside.update(value.name for value in attribute.g.output)
+            given = {value.name for value in attribute.g.input} | {tensor.name for tensor in attribute.g.initializer}
+            names |= inside - given - {name for inner in attribute.g.node for name in inner.output}
+    return names
+
+
+def _is_ort_s(name: str) -> bool:
+    return name.endswith(GRADIENT_BUFFER) or name == LAZY_RESET

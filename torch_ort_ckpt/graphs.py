@@ -1,0 +1,218 @@
+"""ONNX graphs of training artifacts: what their inputs and outputs are, and the few changes they need before they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # protobuf has no inline types
+
+from .dtypes import TORCH_FROM_ONNX, short_name
+from .errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+
+ACCUMULATION_BUFFER = "_grad.accumulation.buffer"
+ACCUMULATION_OUTPUT = "_grad.accumulation.out"
+LAZY_RESET = "lazy_reset_grad"
+
+RANDOM_OPS = frozenset(
+    {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial"}
+    | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+RECURRENT_OPS = frozenset({"LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"})
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph; symbolic dimensions are strings, unknown ones `?`. `shape` is None where the rank is unknown."""
+
+    name: str
+    dtype: torch.dtype | None
+    shape: tuple[int | str, ...] | None
+
+    def __str__(self) -> str:
+        dtype = short_name(self.dtype) if self.dtype else "sequence"
+        return f"{self.name}: {dtype}{list(self.shape) if self.shape is not None else '[...]'}".replace("'", "")
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """A BatchNormalization of the training graph: the names of its running statistics and of the tensor it normalises."""
+
+    source: str
+    mean: str
+    variance: str
+    momentum: float
+
+
+def load_model(path: str | os.PathLike[str], *, weights: bool = False) -> onnx.ModelProto:
+    """Parse an ONNX file; external data is read only where asked for."""
+    try:
+        return onnx.load(os.fspath(path), load_external_data=weights)
+    except FileNotFoundError as error:
+        raise MissingFileError("no such file", path=path) from error
+    except (DecodeError, ValueError, onnx.checker.ValidationError) as error:
+        raise CorruptFileError(f"not an ONNX model ({error})", path=path) from error
+    except OSError as error:
+        raise CheckpointError(f"can't be read ({error.strerror})", path=path) from error
+
+
+def spec_of(value: onnx.ValueInfoProto) -> TensorSpec:
+    if not value.type.HasField("tensor_type"):
+        return TensorSpec(value.name, None, None)
+    kind = value.type.tensor_type
+    shape: tuple[int | str, ...] | None = None
+    if kind.HasField("shape"):
+        shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim)
+    return TensorSpec(value.name, TORCH_FROM_ONNX.get(kind.elem_type), shape)
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
+    """Every node, those inside If / Loop bodies too."""
+    for node in graph.node:
+        yield node
+        for item in node.attribute:
+            for body in [item.g] if item.type == onnx.AttributeProto.GRAPH else item.graphs:
+                yield from all_nodes(body)
+
+
+def gradient_names(model: onnx.ModelProto) -> dict[str, str]:
+    """Parameter -> the value that is its gradient, from the nodes that add it to its accumulation buffer."""
+    names = {}
+    for node in model.graph.node:
+        if node.op_type == "InPlaceAccumulatorV2" and node.input[0].endswith(ACCUMULATION_BUFFER):
+            names[node.input[0].removesuffix(ACCUMULATION_BUFFER)] = node.input[1]
+    return names
+
+
+def direct_gradients(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The training graph with the gradients themselves as outputs, in place of nodes that add them to buffers.
+
+    Adding is PyTorch's business, and a gradient written straight into its place costs one pass over memory less.
+    """
+    gradients = gradient_names(model)
+    shapes = {value.name: value for value in model.graph.input}
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    graph = changed.graph
+    kept = [node for node in graph.node if node.op_type != "InPlaceAccumulatorV2"]
+    outputs = [value for value in graph.output if not value.name.endswith(ACCUMULATION_OUTPUT)]
+    inputs = [value for value in graph.input if not value.name.endswith(ACCUMULATION_BUFFER) and value.name != LAZY_RESET]
+    produced = {name for node in kept for name in node.output}
+    seen = {value.name for value in outputs}
+    for parameter, name in gradients.items():
+        if name not in produced or name in seen:  # a constant, or one value that is the gradient of two parameters
+            name, source = f"{parameter}{ACCUMULATION_OUTPUT}.value", name
+            kept.append(onnx.helper.make_node("Identity", [source], [name]))
+        seen.add(name)
+        output = onnx.ValueInfoProto()
+        output.CopyFrom(shapes[parameter + ACCUMULATION_BUFFER])
+        output.name = name
+        outputs.append(output)
+    for field, values in ((graph.node, kept), (graph.output, outputs), (graph.input, inputs)):
+        del field[:]
+        field.extend(values)
+    return changed
+
+
+def direct_gradient_names(model: onnx.ModelProto) -> dict[str, str]:
+    """Parameter -> output of the graph that `direct_gradients` makes of this model."""
+    produced = {name for node in model.graph.node if node.op_type != "InPlaceAccumulatorV2" for name in node.output}
+    seen = {value.name for value in model.graph.output}
+    names = {}
+    for parameter, name in gradient_names(model).items():
+        names[parameter] = f"{parameter}{ACCUMULATION_OUTPUT}.value" if name not in produced or name in seen else name
+        seen.add(names[parameter])
+    return names
+
+
+def batch_norms(model: onnx.ModelProto) -> list[BatchNorm]:
+    """The BatchNorms whose running statistics the training graph updates."""
+    found = []
+    inputs = {value.name for value in model.graph.input}
+    for node in model.graph.node:
+        training = node.op_type == "BatchNormInternal" or (node.op_type == "BatchNormalization" and attributes(node).get("training_mode"))
+        if training and node.input[3] in inputs and node.input[4] in inputs:
+            found.append(BatchNorm(node.input[0], node.input[3], node.input[4], float(attributes(node).get("momentum", 0.9))))
+    return found
+
+
+def add_shape_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]:
+    """Make the shapes of these values outputs of the graph (in place); returns the outputs' names in the same order."""
+    outputs = []
+    for name in names:
+        output = f"{name}.shape_output"
+        if output not in {value.name for value in model.graph.output}:
+            model.graph.node.append(onnx.helper.make_node("Shape", [name], [output]))
+            model.graph.output.append(onnx.helper.make_tensor_value_info(output, onnx.TensorProto.INT64, None))
+        outputs.append(output)
+    return outputs
+
+
+def is_random(model: onnx.ModelProto) -> bool:
+    """Whether running the graph draws random numbers."""
+    return any(node.op_type in RANDOM_OPS for node in all_nodes(model.graph))
+
+
+def refuse_crashes(model: onnx.ModelProto, fixed: Iterable[str], path: str | os.PathLike[str] | None = None) -> None:
+    """Refuse training graphs that take the whole process down in ORT 1.19.2, instead of running them.
+
+    `fixed` names the symbolic dimensions that the caller has given a size.
+    """
+    fixed = set(fixed)
+    inputs = {value.name: spec_of(value) for value in model.graph.input}
+    shapes = inputs | {value.name: spec_of(value) for value in model.graph.value_info}
+    gradients = gradient_names(model)
+    free = any(isinstance(size, str) and size not in fixed for spec in inputs.values() for size in (spec.shape or ()))
+    for node in all_nodes(model.graph):
+        if node.op_type == "AveragePoolGrad" or (node.op_type == "AveragePool" and gradients):
+            source = shapes.get(node.input[0])
+            shape = source.shape if source is not None else None
+            dynamic = shape is None or any(isinstance(size, str) and size not in fixed for size in shape)
+            if dynamic and free:
+                raise UnsupportedError(
+                    "its gradient divides by zero in ONNX Runtime (SIGFPE) when the batch is dynamic",
+                    path=path,
+                    field=f"AveragePool {node.name}",
+                    remedy='Fix every symbolic dimension: OrtModule(..., dimensions={"batch": 8}); or use engine="torch".',
+                )
+        if node.op_type in RECURRENT_OPS and gradients:
+            weights = [name for name in node.input[1:3] if name]
+            frozen = [name for name in weights if _comes_from_frozen(model, name, gradients)]
+            if frozen:
+                raise UnsupportedError(
+                    f"ONNX Runtime crashes (segmentation fault) on a recurrent layer whose weights are frozen: {', '.join(frozen)}",
+                    path=path,
+                    field=f"{node.op_type} {node.name}",
+                    remedy='Export with these weights trainable and leave them out of the optimizer; or use engine="torch".',
+                )
+
+
+def _comes_from_frozen(model: onnx.ModelProto, name: str, gradients: dict[str, str]) -> bool:
+    """Whether a value is computed from constants and frozen parameters only."""
+    producers = {output: node for node in model.graph.node for output in node.output}
+    waiting, seen = [name], set()
+    while waiting:
+        current = waiting.pop()
+        if current in gradients:
+            return False
+        if current in producers and current not in seen:
+            seen.add(current)
+            waiting.extend(producers[current].input)
+    return True
+
+
+def model_bytes(model: onnx.ModelProto, path: Path | None) -> bytes:
+    """What a session is made from. Weights are inputs, not initializers, so even large models have small graphs."""
+    try:
+        return bytes(model.SerializeToString())
+    except ValueError as error:
+        raise UnsupportedError(f"a graph beyond 2 GiB ({error})", path=path, remedy="Keep the weights out of the graph.") from error

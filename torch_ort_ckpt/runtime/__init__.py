@@ -1,0 +1,1 @@
+"""Training graphs as PyTorch objects: `OrtModule`, `OrtOptimizer`, `TrainingSession`."""

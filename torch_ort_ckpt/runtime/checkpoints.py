@@ -1,0 +1,109 @@
+"""A running model as a `CheckpointState` and back: parameters, moments, learning rate, scheduler, step and dropout's position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CheckpointError, UnsupportedError
+from ..state import CheckpointState
+from ..storage import PathLike, warn
+
+if TYPE_CHECKING:
+    from .module import OrtModule
+    from .optimizer import OrtOptimizer
+
+SEED, DRAWS, SCHEDULER = "runtime.seed", "runtime.draws", "runtime.scheduler"
+"""Properties that carry what ORT's checkpoints have no place for."""
+
+
+def take(
+    model: OrtModule, optimizer: OrtOptimizer | None, scheduler: Any, properties: Mapping[str, int | float | str] | None
+) -> CheckpointState:
+    """The state as it is now. Tensors are the live ones, nothing is copied: save it, or `clone()` it, before training goes on."""
+    tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
+    own: dict[str, int | float | str] = {}
+    if model.artifacts.random:
+        own |= {SEED: model.seed, DRAWS: model.draws}
+    if scheduler is not None:
+        own[SCHEDULER] = _scheduler_text(scheduler)
+    return CheckpointState(
+        trainable={name: tensors[name] for name in model.names["trainable"]},
+        frozen={**{name: tensors[name] for name in model.names["frozen"]}, **model.string_tensors},
+        optimizer=optimizer.groups() if optimizer is not None else {},
+        properties={**model.properties, **own, **(properties or {})},
+        mixed_precision={name: tensors[name].to(dtype) for name, dtype in model.half_precision.items()},
+        nominal=model.nominal,
+    )
+
+
+@torch.no_grad()
+def restore(
+    model: OrtModule, source: CheckpointState | PathLike, optimizer: OrtOptimizer | None, scheduler: Any, *, strict: bool = True
+) -> None:
+    """Put a state into the model's own tensors (and the optimizer's): everything is checked before anything changes."""
+    from ..formats import load
+
+    state = source if isinstance(source, CheckpointState) else load(source)
+    if state.nominal:
+        raise CheckpointError("a nominal checkpoint has no values", remedy="Load the complete one.")
+    targets = model.named_tensors()
+    values = {name: value for name, value in state.parameters.items() if isinstance(value, torch.Tensor)}
+    missing = sorted(targets.keys() - values.keys())
+    unknown = sorted(values.keys() - targets.keys())
+    if strict and (missing or unknown):
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}",
+            remedy="Check that it belongs to these artifacts, or pass strict=False to load what fits.",
+        )
+    fitting = {name: value for name, value in values.items() if name in targets}
+    check_fit(fitting, targets)
+    if optimizer is not None and state.optimizer:
+        optimizer.load_groups(state.optimizer)
+    elif optimizer is None:
+        model.keep_optimizer_groups(state.optimizer)
+    for name, value in fitting.items():
+        targets[name].copy_(value)
+    if not missing:
+        model.nominal = False
+    restore_position(model, state, scheduler)
+
+
+def check_fit(values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless every value has its target's shape and element type."""
+    for name, value in values.items():
+        target = targets[name]
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise CheckpointError(
+                f"is {value.dtype} {list(value.shape)}, the model's is {target.dtype} {list(target.shape)}",
+                field=name,
+                remedy="It belongs to another model.",
+            )
+
+
+def restore_position(model: OrtModule, state: CheckpointState, scheduler: Any) -> None:
+    """Properties, dropout's seed and draws, and the scheduler."""
+    model.properties = {name: value for name, value in state.properties.items() if name not in (SEED, DRAWS, SCHEDULER)}
+    seed, draws = state.properties.get(SEED), state.properties.get(DRAWS)
+    if isinstance(seed, int) and isinstance(draws, int):
+        model.seed_dropout(seed, draws)
+    text = state.properties.get(SCHEDULER)
+    if scheduler is not None:
+        if not isinstance(text, str):
+            warn("the checkpoint holds no scheduler state: the scheduler stays as it is")
+            return
+        scheduler.load_state_dict(json.loads(text))
+
+
+def _scheduler_text(scheduler: Any) -> str:
+    content = scheduler.state_dict()
+    try:
+        return json.dumps(content)
+    except TypeError as error:
+        raise UnsupportedError(
+            f"the state of {type(scheduler).__name__} is not plain data ({error})",
+            remedy="Keep scheduler.state_dict() elsewhere (torch.save).",
+        ) from error

@@ -1,0 +1,46 @@
+"""PyTorch tensors as OrtValues and back, without a copy. The only place where DLPack capsules are made and used.
+
+ONNX Runtime 1.19.2 crashes on a capsule used twice, on a versioned capsule and on a tensor in place of one; and it takes a negative or
+conjugate view at face value. None of these can be expressed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ..dtypes import short_name
+from ..errors import UnsupportedError
+
+ALIASABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
+    | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
+
+
+def to_ort(tensor: torch.Tensor) -> Any:
+    """An OrtValue on the tensor's memory, which it keeps alive. The tensor must be contiguous."""
+    from onnxruntime.capi import _pybind_state as ort
+
+    if tensor.dtype not in ALIASABLE:
+        raise UnsupportedError(f"ONNX Runtime can't borrow tensors of {short_name(tensor.dtype)}", remedy="Convert it first.")
+    if not tensor.is_contiguous():
+        raise UnsupportedError("only contiguous tensors can be lent", remedy="Call .contiguous() first.")
+    plain = tensor.detach().resolve_neg().resolve_conj()
+    if plain.dtype is torch.bool:
+        return ort.OrtValue.from_dlpack(torch._C._to_dlpack(plain.view(torch.uint8)), True)
+    return ort.OrtValue.from_dlpack(torch._C._to_dlpack(plain), False)
+
+
+def from_ort(value: Any) -> torch.Tensor:
+    """A tensor on the OrtValue's memory, which it keeps alive."""
+    is_bool = value.data_type() == "tensor(bool)"
+    tensor = from_dlpack(value.to_dlpack())
+    return tensor.view(torch.bool) if is_bool else tensor
+
+
+def as_input(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where it can be lent as it is, a contiguous copy otherwise."""
+    return tensor.contiguous().resolve_neg().resolve_conj()

@@ -1,0 +1,291 @@
+"""`OrtModule`: a training graph as an `nn.Module` whose parameters and buffers are ordinary tensors that PyTorch owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..artifacts import Artifacts
+from ..engines import Engine, EngineOptions, make
+from ..errors import CheckpointError, UnsupportedError
+from ..state import CheckpointState, OptimizerGroup, is_string
+from ..storage import PathLike
+from . import checkpoints
+from .inputs import ordered_inputs
+
+if TYPE_CHECKING:
+    from .optimizer import OrtOptimizer
+
+
+class OrtModule(nn.Module):
+    """Runs training artifacts: `loss = model(x, y); loss.backward()`.
+
+    In training mode the training graph runs and the loss carries gradients; in eval mode, and under `no_grad`, the eval graph runs.
+    The result is the loss alone, or a tuple of the loss and the graph's extra outputs (which carry no gradients).
+
+    - `dimensions` fixes symbolic dimensions (`{"batch": 8}`); `threads` is ORT's thread count.
+    - `seed` is what dropout starts from; `torch.initial_seed()` unless given, so that `torch.manual_seed` governs it.
+    """
+
+    def __init__(
+        self,
+        artifacts: Artifacts | PathLike,
+        device: str | torch.device = "cpu",
+        engine: str = "auto",
+        *,
+        dimensions: Mapping[str, int] | None = None,
+        threads: int | None = None,
+        session_options: Any = None,
+        provider_options: Mapping[str, Any] | None = None,
+        compile: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.artifacts = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
+        self._options = EngineOptions(
+            device=torch.device(device),
+            dimensions=_known_dimensions(self.artifacts, dimensions or {}),
+            threads=threads,
+            session_options=session_options,
+            provider_options=dict(provider_options or {}),
+            compile=compile,
+        )
+        self._engine_name = engine
+        self._engine: Engine | None = make(engine, self.artifacts, self._options)
+        self.nominal = self.artifacts.state.nominal
+        self.seed_dropout(_torch_seed() if seed is None else seed)
+        self._follows_torch = seed is None
+        self._register(self.artifacts.state)
+        checkpoints.restore_position(self, self.artifacts.state, None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Inputs in the graph's order, by keyword, or as one mapping."""
+        engine = self.engine
+        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable)
+        tensors = self._tensors()
+        if self.training and torch.is_grad_enabled():
+            outputs = engine.train(inputs, tensors, self._next_seed())
+        else:
+            with torch.set_grad_enabled(engine.differentiable and torch.is_grad_enabled()):
+                outputs = engine.evaluate(inputs, tensors)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
+        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
+        tensors = self._tensors()
+        with torch.no_grad():
+            outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
+            self._deliver([tensors[index] for index in self._trainable], gradients)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @property
+    def engine(self) -> Engine:
+        """Who executes the graphs; made anew after a copy or a move to another device."""
+        if self._engine is None:
+            self._engine = make(self._engine_name, self.artifacts, self._options)
+        return self._engine
+
+    @property
+    def device(self) -> torch.device:
+        return self._options.device
+
+    @property
+    def options(self) -> EngineOptions:
+        return self._options
+
+    def checkpoint(
+        self,
+        optimizer: OrtOptimizer | None = None,
+        *,
+        scheduler: Any = None,
+        properties: Mapping[str, int | float | str] | None = None,
+    ) -> CheckpointState:
+        """The whole training state, without copying: the tensors are the live ones. Save it with `toc.save`."""
+        return checkpoints.take(self, optimizer, scheduler, properties)
+
+    def load_checkpoint(
+        self, state: CheckpointState | PathLike, optimizer: OrtOptimizer | None = None, *, scheduler: Any = None, strict: bool = True
+    ) -> None:
+        """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's position."""
+        checkpoints.restore(self, state, optimizer, scheduler, strict=strict)
+
+    def named_trainable(self) -> dict[str, torch.Tensor]:
+        """The parameters the graph gives gradients for, by the graph's names."""
+        specs = list(self.artifacts.parameters)
+        return {specs[index]: _lookup(*self._slots[index]) for index in self._trainable}
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer of the checkpoint, by its name there."""
+        return {name: _lookup(owner, key) for name, (owner, key) in self._places.items()}
+
+    def seed_dropout(self, seed: int, draws: int = 0) -> None:
+        """Where dropout starts: the base seed, and how many training runs have drawn from it."""
+        self.seed, self.draws = seed, draws
+        self._torch_seed = _torch_seed()
+
+    def keep_optimizer_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
+        """Moments of a loaded checkpoint, until an optimizer takes them over."""
+        self._saved_groups = dict(groups)
+
+    def take_optimizer_groups(self) -> dict[str, OptimizerGroup]:
+        groups, self._saved_groups = self._saved_groups, {}
+        return groups
+
+    def _register(self, state: CheckpointState) -> None:
+        """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
+        specs, statistics = self.artifacts.parameters, running_statistics(self.artifacts)
+        self.properties = dict(state.properties)
+        self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
+        self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
+        self.keep_optimizer_groups(state.optimizer)
+        places: dict[str, tuple[nn.Module, str]] = {}
+        for kind, values in (("trainable", state.trainable), ("frozen", state.frozen)):
+            for name, value in values.items():
+                if is_string(value):
+                    continue
+                tensor = _materialize(name, value, specs, state.nominal, self._options.device)
+                owner, key = _place(self, name)
+                if kind == "trainable" or (tensor.is_floating_point() and name not in statistics):
+                    owner._parameters[key] = nn.Parameter(tensor, requires_grad=kind == "trainable")
+                else:
+                    owner._buffers[key] = tensor
+                places[name] = (owner, key)
+        self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
+        self._places = places
+        self._slots = [places[name] for name in specs]
+        order = {name: index for index, name in enumerate(specs)}
+        self._trainable = [order[name] for name in self.artifacts.trainable]
+        chosen = set(self._trainable)
+        self._frozen = [index for index in range(len(specs)) if index not in chosen]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
+        if self.nominal:
+            raise CheckpointError(
+                "the checkpoint is nominal: the parameters have no values yet",
+                path=self.artifacts.checkpoint_path,
+                remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
+            )
+        tensors: list[torch.Tensor] = [
+            value if (value := owner._parameters.get(key)) is not None else _lookup(owner, key) for owner, key in self._slots
+        ]
+        for index in self._frozen:
+            if tensors[index].requires_grad:
+                raise UnsupportedError(
+                    "requires a gradient, but the training graph does not compute one",
+                    field=list(self.artifacts.parameters)[index],
+                    remedy="Export the artifacts with it trainable, or call requires_grad_(False).",
+                )
+        return tensors
+
+    def _deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
+        """Add gradients to `.grad`; where there is none yet the gradient itself becomes it."""
+        old, new = [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                old.append(parameter.grad)
+                new.append(gradient)
+        if old:
+            torch._foreach_add_(old, new)
+
+    def _next_seed(self) -> int | None:
+        """A number for this step's random draws, from the base seed and how many steps were drawn for."""
+        if self.engine.differentiable or not self.artifacts.random:
+            return None
+        if self._follows_torch and _torch_seed() != self._torch_seed:  # the user called torch.manual_seed since
+            self.seed_dropout(_torch_seed())
+        self.draws += 1
+        return _mix(self.seed + self.draws * 0x9E3779B97F4A7C15)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        if not result.missing_keys:
+            self.nominal = False
+        return result
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        device = next((tensor.device for tensor in self.state_dict().values()), self._options.device)
+        if device != self._options.device:
+            self._options = EngineOptions(**{**self._options.__dict__, "device": device})
+            self._engine = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Sessions can't be copied or pickled; they are made anew on the other side."""
+        options = EngineOptions(**{**self._options.__dict__, "session_options": None})
+        return {**self.__dict__, "_engine": None, "_options": options}
+
+
+class Scope(nn.Module):
+    """Holds the parameters whose names share a prefix, so that `model.fc1.weight` works."""
+
+
+def running_statistics(artifacts: Artifacts) -> set[str]:
+    """Names of BatchNorm's running mean and variance, which are buffers in PyTorch."""
+    from ..graphs import batch_norms
+
+    if artifacts.training is None:
+        return set()
+    return {name for norm in batch_norms(artifacts.training) for name in (norm.mean, norm.variance)}
+
+
+def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> dict[str, int]:
+    for name, size in dimensions.items():
+        if name not in artifacts.dimensions:
+            known = ", ".join(artifacts.dimensions) or "none"
+            raise CheckpointError(f"no symbolic dimension {name!r}", path=artifacts.folder, remedy=f"The graph has: {known}.")
+        if not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"dimension {name!r} must be a positive number, not {size!r}", path=artifacts.folder)
+    return dict(dimensions)
+
+
+def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Walks dotted names through scopes. Goes around `register_parameter`, which refuses names that ORT allows."""
+    *path, key = name.split(".")
+    owner = root
+    for part in path:
+        if part not in owner._modules:
+            owner._modules[part] = Scope()
+        owner = owner._modules[part]  # type: ignore[assignment]
+    return owner, key
+
+
+def _lookup(owner: nn.Module, key: str) -> torch.Tensor:
+    """A parameter, a buffer, or what a parametrization computes in its place."""
+    value: Any = owner._parameters.get(key)
+    if value is None:
+        value = owner._buffers.get(key)
+    if value is None:
+        value = getattr(owner, key, None)
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError("no longer a tensor", field=key)
+    return value
+
+
+def _materialize(name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device) -> torch.Tensor:
+    if not nominal:
+        return value.detach().clone(memory_format=torch.contiguous_format).to(device)
+    shape = specs[name].shape if name in specs else ()
+    return torch.zeros(shape, dtype=value.dtype, device=device)
+
+
+def _torch_seed() -> int:
+    """PyTorch's seed as a checkpoint's properties can hold it (63 bits)."""
+    return torch.initial_seed() & ((1 << 63) - 1)
+
+
+def _mix(number: int) -> int:
+    """Spreads nearby numbers over 63 bits (the finalizer of splitmix64)."""
+    number &= (1 << 64) - 1
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
+    return (number ^ (number >> 31)) >> 1

@@ -1,0 +1,275 @@
+"""`OrtOptimizer`: the optimizer graph of the artifacts as a `torch.optim.Optimizer`, on the same memory as the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..artifacts import OptimizerSpec
+from ..engines.updates import GraphUpdater, TorchUpdater, Update, Updater
+from ..errors import CheckpointError, UnsupportedError
+from ..state import DEFAULT_LR, OptimizerGroup
+from ..storage import warn
+from .module import OrtModule
+
+FIXED = ("betas", "eps", "weight_decay")
+"""Hyper-parameters that are part of the graph: only `fused=True` can use other values."""
+
+MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
+"""PyTorch's names of the moments that the update reads and writes."""
+
+
+class OrtOptimizer(torch.optim.Optimizer):
+    """Updates the model's parameters as `optimizer_model.onnx` says.
+
+    The graph runs in ONNX Runtime; with `fused=True` the same mathematics run on PyTorch's kernels (the only way on CUDA and without
+    ONNX Runtime, and the default there). The rate is read from `param_groups` at each step, so every scheduler works. Moments and step
+    of the checkpoint that the model was loaded from are taken over; `lr` defaults to its rate, or ORT's 0.001.
+
+    `params` may give groups with rates of their own, as for any PyTorch optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | None = None,
+        *,
+        params: Iterable[Any] | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        self.model = unwrap(model)
+        self.spec = self.model.artifacts.optimizer_spec
+        self.fused = fused if fused is not None else (self.model.engine.name != "ort" or self.model.device.type != "cpu")
+        self.updated = True
+        self._updater: Updater | None = None
+        known = {id(value): name for name, value in self.model.named_trainable().items()}
+        saved = self.model.take_optimizer_groups()
+        if lr is None:
+            lr = next((group.lr for group in saved.values() if group.lr is not None), DEFAULT_LR)
+        given = list(params) if params is not None else list({id(value): value for value in self.model.named_trainable().values()}.values())
+        super().__init__(given, {"lr": lr, **_torch_defaults(self.spec)})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise UnsupportedError(
+                        "the optimizer graph trains only parameters of the model that the training graph gives gradients for",
+                        remedy="Give other parameters to an optimizer of torch.optim.",
+                    )
+        if self.spec.max_norm is not None and len(self.param_groups) > 1:
+            raise UnsupportedError("the graph clips the gradients of all parameters together, it can't serve several groups")
+        if saved:
+            self.load_groups(saved)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. `self.updated` tells whether the graph made it (graphs can skip; the step count then stays)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        gradients = [parameter.grad for parameter in parameters]
+        if not self.fused:
+            self._refuse_changes(group)
+        elif any(gradient.is_sparse for gradient in gradients):
+            raise UnsupportedError("sparse gradients")
+        states = [self._state_of(parameter, group) for parameter in parameters]
+        step: torch.Tensor = states[0]["step"]
+        names = MOMENTS[self.spec.kind]
+        moments = [[state[name] for state in states] for name in names] or [[], []]
+        self.updated = self._update_with().apply(
+            Update(
+                parameters=parameters,
+                gradients=gradients,
+                first=moments[0],
+                second=moments[1],
+                step=int(step.item()) + 1,
+                lr=float(group["lr"]),
+                hyperparameters=self._hyperparameters(group),
+            )
+        )
+        if self.updated:
+            step.add_(1)
+
+    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            # ORT counts the steps of the whole group: all its parameters share one tensor.
+            known = [self.state[other]["step"] for other in group["params"] if self.state.get(other)]
+            state["step"] = known[0] if known else torch.zeros(())
+            for name in MOMENTS[self.spec.kind]:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        return state
+
+    def _update_with(self) -> Updater:
+        if self._updater is None:
+            model = self.model
+            self._updater = TorchUpdater() if self.fused else GraphUpdater(model.artifacts, model.options)
+        return self._updater
+
+    def _hyperparameters(self, group: dict[str, Any]) -> OptimizerSpec:
+        if not self.fused or self.spec.kind == "SGD":
+            return self.spec
+        return dataclasses.replace(
+            self.spec, betas=tuple(group["betas"]), eps=float(group["eps"]), weight_decay=float(group["weight_decay"])
+        )
+
+    def _refuse_changes(self, group: dict[str, Any]) -> None:
+        expected = _torch_defaults(self.spec)
+        for key in FIXED:
+            if key in expected and not _equal(group.get(key, expected[key]), expected[key]):
+                raise UnsupportedError(
+                    f"the optimizer graph has {key} = {expected[key]} built in, the parameter group says {group[key]}",
+                    field=key,
+                    remedy="Use OrtOptimizer(..., fused=True), or export the optimizer with this value.",
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups with rates of their own work; what the graph has built in can't differ, and parameters must be the model's."""
+        if self.spec.max_norm is not None and self.param_groups:
+            raise UnsupportedError("the graph clips the gradients of all parameters together, it can't serve several groups")
+        if not self.fused:
+            self._refuse_changes({**_torch_defaults(self.spec), **param_group})
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.AdamW` has it: every parameter with a step tensor of its own."""
+        result: dict[str, Any] = super().state_dict()
+        result["state"] = {
+            index: {key: value.clone() if key == "step" else value for key, value in state.items()}
+            for index, state in result["state"].items()
+        }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also loads the state of `torch.optim.AdamW` (or `SGD`). In graph mode the graph's own hyper-parameters stay."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for key, value in _torch_defaults(self.spec).items():
+                if key in FIXED and not self.fused and not _equal(group.get(key, value), value):
+                    warn(f"the optimizer graph keeps {key} = {value}; the loaded state had {group[key]} (fused=True would use it)")
+                    group[key] = value
+                group.setdefault(key, value)
+            self._tie_steps(group)
+
+    def _tie_steps(self, group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in group["params"] if self.state.get(parameter)]
+        steps = {int(torch.as_tensor(state.get("step", 0)).item()) for state in states}
+        if len(steps) > 1:
+            raise UnsupportedError(
+                f"parameters of one group at different steps ({min(steps)} to {max(steps)}); ORT counts one step per group",
+                field="step",
+                remedy="Put them into separate groups, or keep training with the optimizer that made this state.",
+            )
+        shared = torch.tensor(float(steps.pop() if steps else 0))
+        for state in states:
+            state["step"] = shared
+            for name in MOMENTS[self.spec.kind]:
+                if name not in state:
+                    raise CheckpointError(f"the state has no {name}", field=name, remedy="It is of another kind of optimizer.")
+                state[name] = state[name].contiguous()
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Completed steps, as a checkpoint counts them (of the group furthest along)."""
+        return max((int(state["step"].item()) for state in self.state.values() if state), default=0)
+
+    def groups(self) -> dict[str, OptimizerGroup]:
+        """The optimizer's state as a checkpoint holds it, on the same memory (SGD's moments are zeros, as ORT writes them)."""
+        names = {id(value): name for name, value in self.model.named_trainable().items()}
+        result = {}
+        for index, group in enumerate(self.param_groups):
+            states: dict[str, dict[str, Any]] = {}
+            step = 0
+            for parameter in group["params"]:
+                state = self.state.get(parameter) or {}
+                step = max(step, int(state["step"].item()) if state else 0)
+                keys = MOMENTS[self.spec.kind] or ("momentum_buffer",)
+                states[names[id(parameter)]] = {
+                    f"momentum{number}": state[key] if key in state else torch.zeros_like(parameter.detach())
+                    for number, key in enumerate(keys)
+                }
+            hyperparameters = {key: list(group[key]) if key == "betas" else group[key] for key in FIXED if key in group}
+            if self.spec.kind == "SGD":
+                hyperparameters = {}
+            initial = float(group.get("initial_lr", DEFAULT_LR))
+            result[f"group{index}"] = OptimizerGroup(step, initial, float(group["lr"]), states, hyperparameters)
+        return result
+
+    @torch.no_grad()
+    def load_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
+        """Take over moments, step and (where known) the rate of a checkpoint."""
+        parameters = self.model.named_trainable()
+        saved = {name: (group, states) for group in groups.values() for name, states in group.states.items()}
+        for index, own in enumerate(self.param_groups):
+            mine = {id(parameter) for parameter in own["params"]}
+            members = [name for name, parameter in parameters.items() if id(parameter) in mine and name in saved]
+            source = saved[members[0]][0] if members else groups.get(f"group{index}")
+            if source is None:
+                continue
+            if source.lr is not None:
+                own["lr"] = source.lr
+            shared = torch.tensor(float(source.step))
+            for name in members:
+                states = saved[name][1]
+                state = {"step": shared}
+                for number, key in enumerate(MOMENTS[self.spec.kind]):
+                    moment = states.get(f"momentum{number}")
+                    if moment is None or moment.shape != parameters[name].shape:
+                        raise CheckpointError("no moment of the parameter's shape", field=f"{name}/momentum{number}")
+                    state[key] = moment.detach().to(parameters[name].device, parameters[name].dtype, copy=True).contiguous()
+                self.state[parameters[name]] = state
+
+    def to_torch(self) -> torch.optim.Optimizer:
+        """A plain `torch.optim.AdamW` or `SGD` that goes on from here, where PyTorch has the same mathematics."""
+        spec = self.spec
+        if spec.max_norm is not None:
+            raise UnsupportedError(
+                "the graph clips gradients, torch.optim does not", remedy="Export without clipping and call clip_grad_norm_ yourself."
+            )
+        if spec.kind == "AdamW" and (spec.adam_mode == 1 or not spec.correct_bias):
+            raise UnsupportedError(
+                f"adam_mode={spec.adam_mode}, correct_bias={spec.correct_bias}: epsilon and decay enter unlike in torch.optim.AdamW",
+                remedy="Use OrtOptimizer(fused=True), or export with adam_mode=0.",
+            )
+        groups = [{key: value for key, value in group.items() if key not in ("foreach", "fused")} for group in self.param_groups]
+        kind: Any = torch.optim.SGD if spec.kind == "SGD" else torch.optim.AdamW
+        optimizer: torch.optim.Optimizer = kind(groups, lr=self.param_groups[0]["lr"])
+        optimizer.load_state_dict(self.state_dict())
+        return optimizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "model": self.model, "spec": self.spec, "fused": self.fused, "updated": True, "_updater": None}
+
+
+def unwrap(model: nn.Module) -> OrtModule:
+    """The OrtModule inside DistributedDataParallel and the like."""
+    inner = model
+    while not isinstance(inner, OrtModule):
+        wrapped = getattr(inner, "module", None)
+        if not isinstance(wrapped, nn.Module):
+            raise CheckpointError(f"expected an OrtModule, not {type(model).__name__}", remedy="Use a torch.optim optimizer for it.")
+        inner = wrapped
+    return inner
+
+
+def _torch_defaults(spec: OptimizerSpec) -> dict[str, Any]:
+    """What a torch.optim parameter group of this kind holds, so that states can be exchanged."""
+    if spec.kind == "SGD":
+        return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    return {"betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay, "amsgrad": False, "maximize": False}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return tuple(a) == tuple(b) if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) else bool(a == b)
