@@ -13,7 +13,8 @@ from .names import NameMap
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
-    from .artifacts import Artifacts
+    from .artifacts import Artifacts, OptimizerSpec
+    from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
 
@@ -21,8 +22,10 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Artifacts": ".artifacts",
+    "OptimizerSpec": ".artifacts",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
+    "export_artifacts": ".export",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 
@@ -33,6 +36,7 @@ __all__ = [
     "CheckpointWarning",
     "NameMap",
     "OptimizerGroup",
+    "OptimizerSpec",
     "OrtModule",
     "OrtOptimizer",
     "PartitionInfo",
@@ -41,6 +45,7 @@ __all__ = [
     "convert",
     "detect",
     "diff",
+    "export_artifacts",
     "from_torch",
     "load",
     "save",

@@ -103,7 +103,7 @@ class _Gradients(torch.autograd.Function):
         else:
             flats, ctx.lease, ctx.buffer = ctx.lease, None, None
         if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
-            torch._foreach_mul_(flats, grad_loss)
+            torch._foreach_mul_(flats, grad_loss.reshape(()))
         gradients = buffer.views(flats, needed, ctx.dtypes)
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
         del flats

@@ -68,6 +68,7 @@ class OrtModule(nn.Module):
         tensors = self._tensors()
         if self.training and torch.is_grad_enabled():
             outputs = engine.train(inputs, tensors, self._next_seed())
+            self._count_batches()
         else:
             with torch.set_grad_enabled(engine.differentiable and torch.is_grad_enabled()):
                 outputs = engine.evaluate(inputs, tensors)
@@ -79,6 +80,7 @@ class OrtModule(nn.Module):
         tensors = self._tensors()
         with torch.no_grad():
             outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
+            self._count_batches()
             self._deliver([tensors[index] for index in self._trainable], gradients)
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -157,6 +159,8 @@ class OrtModule(nn.Module):
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
         self._places = places
         self._slots = [places[name] for name in specs]
+        owners = {name.rpartition(".")[0] for name in statistics}
+        self._counters = [places[name] for name in places if name.endswith("num_batches_tracked") and name.rpartition(".")[0] in owners]
         order = {name: index for index, name in enumerate(specs)}
         self._trainable = [order[name] for name in self.artifacts.trainable]
         chosen = set(self._trainable)
@@ -195,6 +199,12 @@ class OrtModule(nn.Module):
                 new.append(gradient)
         if old:
             torch._foreach_add_(old, new)
+
+    def _count_batches(self) -> None:
+        """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
+        if self._counters:
+            with torch.no_grad():
+                torch._foreach_add_([_lookup(*place) for place in self._counters], 1)
 
     def _next_seed(self) -> int | None:
         """A number for this step's random draws, from the base seed and how many steps were drawn for."""

@@ -1,0 +1,340 @@
+"""`export_artifacts`: training artifacts from an `nn.Module`, with names equal to its `named_parameters()` and `named_buffers()`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import inspect
+import io
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from .artifacts import Artifacts, OptimizerSpec
+from .errors import CheckpointError, MissingDependencyError, UnsupportedError
+from .formats import save
+from .graphs import load_model, refuse_crashes
+from .optimizer_graph import optimizer_model, optimizer_spec
+from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
+from .runtime.dlpack import ALIASABLE
+from .state import CheckpointState
+from .storage import PathLike
+
+LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
+
+_log = logging.getLogger(__name__)
+
+Stage = Callable[[str], None]
+"""Called with a few words when a stage of the export begins."""
+
+
+def export_artifacts(
+    module: nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor,
+    folder: PathLike,
+    loss: Any = "cross_entropy",
+    optimizer: str | OptimizerSpec | torch.optim.Optimizer | None = "adamw",
+    *,
+    frozen: Iterable[str] = (),
+    extra_outputs: bool | Sequence[str] = False,
+    dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
+    prefix: str = "",
+    exporter: str = "auto",
+    opset: int | None = None,
+    nominal: bool = False,
+    progress: Stage | None = None,
+) -> Artifacts:
+    """Write training, eval and optimizer model and checkpoint into `folder`.
+
+    - `loss`: one of `LOSSES` (on the module's first output, against an input `labels` or `target`), an
+      `onnxruntime.training.onnxblock.Block`, or None where the module itself returns the loss.
+    - `optimizer`: "adamw" and "sgd" with PyTorch's defaults, an `OptimizerSpec`, a `torch.optim.AdamW` or `SGD` to take the
+      hyper-parameters from, or None. `OptimizerSpec(max_norm=...)` clips gradients.
+    - `frozen`: names or patterns (`encoder.*`) of parameters without gradients; those that do not require any are frozen anyway.
+    - `extra_outputs`: also return the module's outputs (True), or the named ones.
+    - `dynamic_shapes`: input -> {axis: name of the dimension}; by default axis 0 of every input is `batch`. `{}` fixes all sizes.
+    - `exporter`: "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the older where it fails.
+    """
+    tell = progress or (lambda text: _log.info("%s", text))
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    inputs = _named_inputs(module, example_inputs)
+    dynamic = {name: {0: "batch"} for name, value in inputs.items() if value.dim()} if dynamic_shapes is None else dynamic_shapes
+    spec = optimizer_spec(optimizer)
+    trainable = _trainable(module, frozen)
+    tell("exporting the forward graph")
+    model = _export(module, inputs, dynamic, trainable, exporter, opset, tell)
+    for line in repair_forward(model):
+        _log.info("%s", line)
+    _set_values(model, module)
+    buffers = {name for name, _ in module.named_buffers()}
+    initializers = {tensor.name for tensor in model.graph.initializer}
+    fixed = [name for name, _ in module.named_parameters() if name in initializers and name not in trainable]
+    fixed += sorted(buffers & initializers)
+    extras = _extra_outputs(model, extra_outputs, loss)
+    with tempfile.TemporaryDirectory(dir=place, prefix=".export-") as temporary:
+        tell("building the gradient graph")
+        _generate(model, trainable, fixed, loss, extras, Path(temporary), prefix)
+        names = [f"{prefix}training_model.onnx", f"{prefix}eval_model.onnx"]
+        for name in names:
+            graph = load_model(Path(temporary) / name, weights=True)
+            cap_ir_version(graph)
+            single_batch_norm_outputs(graph) if "eval" in name else refuse_frozen_recurrent(graph, place / name)
+            onnx.save(graph, Path(temporary) / name)
+        if spec is not None:
+            onnx.save(optimizer_model(spec, opset=_opset(model)), Path(temporary) / f"{prefix}optimizer_model.onnx")
+            names.append(f"{prefix}optimizer_model.onnx")
+        tell("writing the artifacts")
+        state = _state(module, trainable, set(fixed))
+        save(state, place / f"{prefix}checkpoint")
+        if nominal:
+            save(_nominal(state), place / f"{prefix}nominal_checkpoint")
+        for name in names:
+            os.replace(Path(temporary) / name, place / name)
+    return Artifacts.load(place, prefix=prefix)
+
+
+def refuse_frozen_recurrent(graph: onnx.ModelProto, path: Path) -> None:
+    """A graph that would crash whatever its dimensions is refused here; one with a dynamic AveragePool may still be run with fixed ones."""
+    symbols = {dim.dim_param for value in graph.graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param}
+    refuse_crashes(graph, symbols, path)
+
+
+def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
+    if isinstance(example, Mapping):
+        return dict(example)
+    values = [example] if isinstance(example, torch.Tensor) else list(example)
+    names = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names += [f"input{index}" for index in range(len(names), len(values))]  # *args
+    return dict(zip(names, values, strict=False))
+
+
+def _trainable(module: nn.Module, frozen: Iterable[str]) -> list[str]:
+    parameters = dict(module.named_parameters())
+    patterns = [frozen] if isinstance(frozen, str) else list(frozen)
+    for pattern in patterns:
+        if not fnmatch.filter(parameters, pattern):
+            raise CheckpointError(f"frozen={pattern!r} fits no parameter", remedy=f"There are: {', '.join(list(parameters)[:8])} ...")
+    chosen = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if not chosen:
+        raise CheckpointError("no parameter is left to train", remedy="Freeze fewer.")
+    return chosen
+
+
+def _export(
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    dynamic: Mapping[str, Mapping[int, str]],
+    trainable: Sequence[str],
+    exporter: str,
+    opset: int | None,
+    tell: Stage,
+) -> onnx.ModelProto:
+    makers = {"dynamo": _export_current, "torchscript": _export_older}
+    if exporter != "auto" and exporter not in makers:
+        raise CheckpointError(f"no exporter {exporter!r}", remedy='Use "auto", "dynamo" or "torchscript".')
+    failures = []
+    for name, maker in makers.items():
+        if exporter not in ("auto", name):
+            continue
+        twin = copy.deepcopy(module).cpu().train()  # exporting in training mode runs the module, which would shift BatchNorm's statistics
+        try:
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                model = maker(twin, inputs, dynamic, opset)
+            rename_initializers(model, _tied_names(module))
+            if missing := sorted(set(trainable) - {tensor.name for tensor in model.graph.initializer}):
+                raise UnsupportedError(f"the exporter lost or renamed {', '.join(missing[:5])}")
+            return model
+        except _EXPORT_ERRORS as error:
+            failures.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            tell(f"{name} exporter failed, {failures[-1]}")
+    raise UnsupportedError(
+        f"no exporter can express this module ({'; '.join(failures)})",
+        remedy="Simplify the forward, or export it yourself and call onnxruntime.training.artifacts.generate_artifacts.",
+    )
+
+
+_EXPORT_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError, CheckpointError)
+"""What exporters are seen to raise; every failure is reported when none succeeds."""
+
+
+def _export_current(
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], opset: int | None
+) -> onnx.ModelProto:
+    dims = {name: torch.export.Dim(name) for sizes in dynamic.values() for name in sizes.values()}
+    shapes = {name: {axis: dims[dim] for axis, dim in dynamic.get(name, {}).items()} for name in inputs}
+    # optimize=True would fold BatchNorm and rename weights: wrong gradients without any error.
+    program = torch.onnx.export(
+        module,
+        (),
+        kwargs=dict(inputs),
+        dynamo=True,
+        optimize=False,
+        opset_version=opset or 18,
+        dynamic_shapes=shapes if dims else None,
+        verbose=False,
+    )
+    if program is None:
+        raise UnsupportedError("the exporter returned nothing")
+    return _rename_outputs(program.model_proto)
+
+
+def _export_older(
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], opset: int | None
+) -> onnx.ModelProto:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "forward.onnx"
+        torch.onnx.export(
+            module,
+            tuple(inputs.values()),
+            path,
+            dynamo=False,
+            opset_version=opset or 15,
+            training=torch.onnx.TrainingMode.TRAINING,
+            do_constant_folding=False,
+            input_names=list(inputs),
+            dynamic_axes={name: dict(sizes) for name, sizes in dynamic.items() if sizes},
+        )
+        return _rename_outputs(load_model(path, weights=True))
+
+
+def _rename_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    """`output`, or `output0`, `output1`, ...: the names by which extra outputs are asked for."""
+    outputs = list(model.graph.output)
+    taken = {tensor.name for tensor in model.graph.initializer} | {value.name for value in model.graph.input}
+    for index, value in enumerate(outputs):
+        new = "output" if len(outputs) == 1 else f"output{index}"
+        if value.name in taken or new in taken:
+            continue
+        for node in model.graph.node:
+            for names in (node.input, node.output):
+                for position, name in enumerate(names):
+                    if name == value.name:
+                        names[position] = new
+        value.name = new
+    return model
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Second and later names of tied parameters and buffers -> the first."""
+    first = {id(value): name for name, value in [*module.named_parameters(), *module.named_buffers()]}
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first[id(value)] for name, value in everything if first[id(value)] != name}
+
+
+def _set_values(model: onnx.ModelProto, module: nn.Module) -> None:
+    """The weights as they are in the module, not as the exporter's trial run left them."""
+    values = dict([*module.named_parameters(), *module.named_buffers()])
+    for index, tensor in enumerate(model.graph.initializer):
+        value = values.get(tensor.name)
+        if value is not None and value.dtype != torch.bfloat16 and list(tensor.dims) == list(value.shape):
+            model.graph.initializer[index].CopyFrom(numpy_helper.from_array(value.detach().cpu().numpy(), tensor.name))
+
+
+def _extra_outputs(model: onnx.ModelProto, wanted: bool | Sequence[str], loss: Any) -> list[str]:
+    outputs = [value.name for value in model.graph.output]
+    if wanted is True:
+        return outputs if loss is not None else outputs[1:]
+    names = list(wanted or ())
+    if unknown := [name for name in names if name not in outputs]:
+        raise CheckpointError(f"the module has no output {unknown[0]!r}", remedy=f"It has: {', '.join(outputs)}.")
+    return names
+
+
+def _generate(
+    model: onnx.ModelProto, trainable: Sequence[str], fixed: Sequence[str], loss: Any, extras: Sequence[str], folder: Path, prefix: str
+) -> None:
+    try:
+        from onnxruntime.training import artifacts, onnxblock
+    except ImportError as error:
+        raise MissingDependencyError(
+            "making gradient graphs needs onnxruntime-training", remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.12).'
+        ) from error
+    from .engines.ort import ort_errors
+
+    blocks = {
+        "cross_entropy": onnxblock.loss.CrossEntropyLoss,
+        "mse": onnxblock.loss.MSELoss,
+        "bce_with_logits": onnxblock.loss.BCEWithLogitsLoss,
+        "l1": onnxblock.loss.L1Loss,
+    }
+    if isinstance(loss, str):
+        if loss not in blocks:
+            raise CheckpointError(f"no loss {loss!r}", remedy=f"Use one of {', '.join(LOSSES)}, an onnxblock.Block, or None.")
+        loss = blocks[loss]()
+    elif loss is not None and not isinstance(loss, onnxblock.Block):
+        raise CheckpointError(f"loss is {type(loss).__name__}", remedy=f"Use one of {', '.join(LOSSES)}, an onnxblock.Block, or None.")
+    # Only the first output goes into a loss; the others are there to be returned.
+    first = [model.graph.output[0].name]
+    try:
+        with _quiet_stderr():
+            artifacts.generate_artifacts(
+                model,
+                requires_grad=list(trainable),
+                frozen_params=list(fixed),
+                loss=loss,
+                artifact_directory=folder,
+                prefix=prefix,
+                additional_output_names=list(extras) or None,
+                loss_input_names=first,
+            )
+    except ort_errors() as error:
+        raise UnsupportedError(
+            f"ONNX Runtime can't build the gradient graph: {error}",
+            remedy="An operator without a gradient: replace it in the module, or train it with torch_ort_ckpt's torch engine.",
+        ) from error
+
+
+def _state(module: nn.Module, trainable: Sequence[str], fixed: set[str]) -> CheckpointState:
+    parameters = {name: value.detach().cpu() for name, value in module.named_parameters()}
+    buffers = {name: value.detach().cpu() for name, value in module.named_buffers()}
+    frozen = {name: value for name, value in parameters.items() if name in fixed}
+    # Buffers that no graph reads (BatchNorm's num_batches_tracked) are kept all the same: ORT carries them along.
+    frozen |= {name: value for name, value in buffers.items() if name in fixed or value.dtype in ALIASABLE}
+    return CheckpointState(trainable={name: parameters[name] for name in trainable}, frozen=frozen)
+
+
+def _nominal(state: CheckpointState) -> CheckpointState:
+    def empty(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.empty((), dtype=value.dtype, device="meta") for name, value in values.items()}
+
+    return CheckpointState(trainable=empty(state.trainable), frozen=empty(state.frozen), nominal=True)
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """ORT's graph builder writes a line per transformation it tries straight to the process's stderr, whatever the log level."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(sink)
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    return next(int(item.version) for item in model.opset_import if item.domain in ("", "ai.onnx"))
