@@ -22,12 +22,12 @@ BUILT_IN = {"Constant", "Identity", "If", "Loop", "Scan"}
 NOT_RUN = {
     r"test_(bernoulli|training_dropout)(?!_zero_ratio)": "random: the vectors were drawn with numpy's generator",
     r"_string": "string tensors",
-    r"_uint(16|32|64)|test_bitwise_.*_(ui|3d)|test_bitshift.*uint(16|32|64)": "torch computes with no unsigned type but uint8",
-    r"FLOAT8": "torch does not saturate when it casts to float8",
+    r"test_(add|sub|div|mod|max|min|greater|greater_equal|less|less_equal)_uint(16|32|64)": "torch computes with no unsigned type but uint8",
+    r"test_bitwise_not_3d": "torch computes with no unsigned type but uint8",
     r"U?INT[24](?!\d)|FLOAT4|(?i:e8m0)": "element types narrower than torch's, or without an equal in it",
-    r"(bf16|fp16)": "half precision: the reference rounds at other places than torch's kernels",
+    r"test_attention.*(bf16|fp16)": "half precision: the reference rounds at other places than torch's kernels",
     r"sequence_map|test_if_opt|test_loop16_seq_none": "sequence and optional graph inputs",
-    r"test_attention.*(window|nonpad|padded_kv)": "attributes and inputs of Attention beyond opset 23",
+    r"test_attention.*(window|nonpad|padded_kv)(?!.*expanded)": "attributes and inputs of Attention beyond opset 23",
     r"test_scan_sum": "Scan of opset 8, with its batch axis",
 }
 """Cases of supported operators that don't run, by a pattern of their names."""
@@ -70,8 +70,8 @@ def test_the_count_of_what_passes_does_not_shrink() -> None:
     count = Counter(
         "passed" if name in set(RUN) else "operator" if missing_op(case.model) else reason_not_run(name) for name, case in CASES.items()
     )
-    assert count["passed"] >= 1250
-    assert count["passed"] / (len(CASES) - count["operator"]) > 0.75
+    assert count["passed"] >= 1400
+    assert count["passed"] / (len(CASES) - count["operator"]) > 0.85
 
 
 def test_every_reason_still_applies() -> None:

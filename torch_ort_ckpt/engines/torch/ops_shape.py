@@ -180,12 +180,24 @@ def _reflected(size: int, low: int, high: int, mode: str, device: torch.device) 
 
 @register_op("Cast")
 def cast(x: Tensor, *, to: torch.dtype, saturate: int = 1, round_mode: str = "up") -> Tensor:
+    if to.is_floating_point and to.itemsize == 1 and x.is_floating_point():
+        return _to_float8(x, to, bool(saturate))
+    return x.to(to)
+
+
+def _to_float8(x: Tensor, to: torch.dtype, saturate: bool) -> Tensor:
+    """What is too large becomes the largest number, or else NaN or infinity; torch does one or the other, by type."""
+    largest = torch.finfo(to).max
+    if saturate:
+        return x.clamp(-largest, largest).to(to)
+    if to == torch.float8_e4m3fn:
+        x = torch.where(x.abs() > 464.0, torch.nan, x)  # half way to the number after the largest, 448
     return x.to(to)
 
 
 @register_op("CastLike")
 def cast_like(x: Tensor, like: Tensor, *, saturate: int = 1, round_mode: str = "up") -> Tensor:
-    return x.to(like.dtype)
+    return cast(x, to=like.dtype, saturate=saturate)
 
 
 @register_op("Shape")
