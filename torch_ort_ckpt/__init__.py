@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
+    from .training.manager import CheckpointManager
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ _LAZY = {
     "OptimizerSpec": ".artifacts",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
+    "CheckpointManager": ".training.manager",
     "export_artifacts": ".export",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
@@ -32,6 +34,7 @@ _LAZY = {
 __all__ = [
     "Artifacts",
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointState",
     "CheckpointWarning",
     "NameMap",
