@@ -101,7 +101,8 @@ def test_a_loss_built_by_the_user(tmp_path: Path) -> None:
     class Scaled(onnxblock.Block):
         def __init__(self) -> None:
             super().__init__()
-            self.loss, self.factor, self.multiply = onnxblock.loss.CrossEntropyLoss(), onnxblock.blocks.Constant(3.0), onnxblock.blocks.Mul()
+            self.loss = onnxblock.loss.CrossEntropyLoss()
+            self.factor, self.multiply = onnxblock.blocks.Constant(3.0), onnxblock.blocks.Mul()
 
         def build(self, scores: str) -> str:
             return self.multiply(self.loss(scores), self.factor())
@@ -132,7 +133,7 @@ def test_optimizers_with_hyper_parameters_and_clipping(tmp_path: Path) -> None:
     found = make(tmp_path, optimizer=adamw).optimizer_spec
     assert (found.betas, found.eps, found.weight_decay, found.adam_mode) == ((0.7, 0.9), 1e-7, 0.3, 0)
     assert make(tmp_path, optimizer="sgd").optimizer_spec.kind == "SGD"
-    with pytest.raises(toc.CheckpointError, match="momentum|no graph"):
+    with pytest.raises(toc.CheckpointError, match="no graph"):
         make(tmp_path, optimizer=torch.optim.SGD(native.parameters(), momentum=0.9))
     with pytest.raises(toc.CheckpointError, match="adagrad"):
         make(tmp_path, optimizer="adagrad")

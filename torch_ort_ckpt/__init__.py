@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
+    from .runtime.session import TrainingSession
     from .training.manager import CheckpointManager
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _LAZY = {
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
     "CheckpointManager": ".training.manager",
+    "TrainingSession": ".runtime.session",
     "export_artifacts": ".export",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
@@ -44,6 +46,7 @@ __all__ = [
     "OrtOptimizer",
     "PartitionInfo",
     "Report",
+    "TrainingSession",
     "average",
     "convert",
     "detect",

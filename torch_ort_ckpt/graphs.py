@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,19 @@ def add_shape_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]
 def is_random(model: onnx.ModelProto) -> bool:
     """Whether running the graph draws random numbers."""
     return any(node.op_type in RANDOM_OPS for node in all_nodes(model.graph))
+
+
+def fix_dimensions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    """The graph with symbolic dimensions replaced by sizes, in its inner values too: AveragePoolGrad takes its shape from there."""
+    if not sizes:
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in [*changed.graph.input, *changed.graph.output, *changed.graph.value_info]:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    return changed
 
 
 def refuse_crashes(model: onnx.ModelProto, fixed: Iterable[str], path: str | os.PathLike[str] | None = None) -> None:

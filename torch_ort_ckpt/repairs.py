@@ -71,7 +71,7 @@ def replace_cast_like(model: onnx.ModelProto) -> int:
 def decompose_instance_norm(model: onnx.ModelProto) -> int:
     """InstanceNormalization (GroupNorm exports to it) has no gradient: written out as mean, variance, scale and shift."""
     opset = next(item.version for item in model.opset_import if item.domain in ("", "ai.onnx"))
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in _typed_values(model)}
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in typed_values(model)}
     nodes, count = [], 0
     for node in model.graph.node:
         if node.op_type != "InstanceNormalization":
@@ -114,12 +114,13 @@ def rename_initializers(model: onnx.ModelProto, names: Mapping[str, str]) -> Non
 
 def element_types(model: onnx.ModelProto) -> dict[str, int]:
     """Value -> element type, as far as inference finds it."""
-    types = {value.name: value.type.tensor_type.elem_type for value in _typed_values(model)}
+    types = {value.name: value.type.tensor_type.elem_type for value in typed_values(model)}
     types |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     return {name: kind for name, kind in types.items() if kind}
 
 
-def _typed_values(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+def typed_values(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """Every value whose type is known or can be inferred."""
     slim = onnx.ModelProto()
     slim.CopyFrom(model)
     for tensor in slim.graph.initializer:  # inference needs shapes of weights, not their data

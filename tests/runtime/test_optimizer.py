@@ -162,17 +162,35 @@ def test_groups_with_rates_of_their_own_and_what_the_graph_can_not_do(tmp_path: 
     assert torch.equal(slow, before[0])
     assert not torch.equal(fast[0], before[1])
     assert set(optimizer.groups()) == {"group0", "group1"}
-    with pytest.raises(toc.CheckpointError, match="weight_decay"):
-        toc.OrtOptimizer(model, params=[{"params": [slow], "weight_decay": 0.5}])
     with pytest.raises(toc.CheckpointError, match="only parameters of the model"):
         toc.OrtOptimizer(model, params=[torch.nn.Parameter(torch.zeros(2))])
     clipping = toc.OrtModule(with_optimizer(tmp_path, clip=1.0))
     with pytest.raises(toc.CheckpointError, match="several groups"):
         toc.OrtOptimizer(clipping, params=[{"params": [value]} for value in clipping.named_trainable().values()])
-    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
-    model(*batches(model.artifacts, 1)[0]).backward()
-    with pytest.raises(toc.CheckpointError, match="built in"):
-        optimizer.step()
+
+
+def test_hyper_parameters_of_a_group_replace_the_graph_s(tmp_path: Path) -> None:
+    artifacts = with_optimizer(tmp_path, adam_mode=0)
+    data = batches(artifacts, 8)
+    model, twin = toc.OrtModule(artifacts, threads=1), toc.OrtModule(artifacts, threads=1)
+    optimizer = toc.OrtOptimizer(model, lr=0.01)
+    optimizer.param_groups[0].update(betas=(0.5, 0.9), weight_decay=0.3)
+    plain = torch.optim.AdamW(twin.named_trainable().values(), lr=0.01, betas=(0.5, 0.9), eps=1e-6, weight_decay=0.3)
+    assert train(model, optimizer, data) == pytest.approx(train(twin, plain, data), rel=1e-5)
+
+
+def test_one_cycle_changes_the_betas_too(tmp_path: Path) -> None:
+    artifacts = with_optimizer(tmp_path, adam_mode=0)
+    losses = []
+    for make in (lambda m: toc.OrtOptimizer(m, lr=0.1), lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-6, weight_decay=0.0)):
+        model = toc.OrtModule(artifacts, threads=1)
+        optimizer = make(model)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+        losses.append([])
+        for batch in batches(artifacts, 6):
+            losses[-1] += train(model, optimizer, [batch])
+            scheduler.step()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_grad_scaler_skips_an_overflow_and_unscales() -> None:

@@ -52,6 +52,14 @@ class Engine(Protocol):
         """Outputs of the eval graph."""
 
 
+class OverwritingEngine(Engine, Protocol):
+    """An engine that can write over the gradients of an earlier step, for loops that reset them anyway."""
+
+    def step_into(
+        self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
+    ) -> tuple[tuple[torch.Tensor, ...], Tensors]: ...
+
+
 Maker = Callable[[Artifacts, EngineOptions], Engine]
 
 

@@ -6,6 +6,7 @@ own IOBinding with its outputs bound once. A buffer is free again when nobody ou
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Sequence
@@ -24,12 +25,13 @@ from ..graphs import (
     batch_norms,
     direct_gradient_names,
     direct_gradients,
+    fix_dimensions,
     model_bytes,
     refuse_crashes,
 )
 from ..runtime.dlpack import as_input, from_ort, to_ort
 from ..state import split_half_suffix
-from . import EngineOptions, Tensors
+from . import EngineOptions, Tensors, cuda
 from .gradients import GradientBuffer, GradientPool, Lease
 
 __all__ = ["OrtEngine", "describe_session"]
@@ -46,6 +48,11 @@ class OrtEngine:
         self._lock = threading.RLock()
         self._training: _TrainingGraph | None = None
         self._eval: _EvalGraph | None = None
+        if options.device.type == "cuda":
+            device = cuda.check(options.device, _import_onnxruntime().get_available_providers())
+            self.options = dataclasses.replace(options, device=device)
+        elif options.device.type != "cpu":
+            raise UnsupportedError(f"ONNX Runtime runs on cpu and cuda, not on {options.device}", remedy='Use engine="torch".')
         _import_onnxruntime()
 
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
@@ -57,9 +64,20 @@ class OrtEngine:
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         graph = self.training_graph()
         buffer, lease, outputs = graph.run(inputs, parameters, seed)
-        if graph.aliases:
-            return outputs, buffer.views(lease, None, [parameters[index].dtype for index in graph.trainable])
+        if graph.aliases:  # half-precision gradients: the masters get them in their own precision
+            dtypes = [parameters[index].dtype for index in graph.trainable]
+            return outputs, [view.to(dtype) for view, dtype in zip(buffer.views(lease), dtypes, strict=True)]
         return outputs, buffer.steady_views()
+
+    def step_into(
+        self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
+    ) -> tuple[tuple[torch.Tensor, ...], Tensors]:
+        """As `step`, writing over gradients that an earlier step returned: nothing is looked up or handed out anew."""
+        graph = self.training_graph()
+        buffer = graph.pool.owner_of(gradients)
+        if buffer is None:
+            return self.step(inputs, parameters, seed)
+        return graph.execute(buffer.binding, inputs, parameters, seed), gradients
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         with self._lock:
@@ -104,7 +122,11 @@ class _Gradients(torch.autograd.Function):
             flats, ctx.lease, ctx.buffer = ctx.lease, None, None
         if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
             torch._foreach_mul_(flats, grad_loss.reshape(()))
-        gradients = buffer.views(flats, needed, ctx.dtypes)
+        gradients = buffer.views(flats)
+        if ctx.dtypes is not None:
+            gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        if not all(needed):
+            gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
         del flats
         return (None, None, None, None, *gradients)
@@ -116,6 +138,8 @@ class _Session:
     def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
         self.session = make_session(model, options)
         self.device = options.device
+        self.stream = cuda.current_stream(options.device) if options.device.type == "cuda" else None
+        self.run_options = cuda.run_options(_import_onnxruntime()) if self.stream is not None else None
         self.specs = list(artifacts.parameters.values())
         self.inputs = [spec.name if spec.name in names else None for spec in artifacts.inputs]
         self.parameters = [(index, name) for index, name in enumerate(artifacts.parameters) if name in names]
@@ -160,7 +184,11 @@ class Binding:
     def run(self) -> list[torch.Tensor]:
         """Execute; returns the outputs named at construction, in memory of their own."""
         try:
-            self.owner.session._sess.run_with_iobinding(self.io, None)
+            if self.owner.stream is None:
+                self.owner.session._sess.run_with_iobinding(self.io, None)
+            else:
+                with cuda.ordered(self.owner.stream):
+                    self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the graph: {error}") from error
         values = self.io.get_outputs()
@@ -186,7 +214,7 @@ class _TrainingGraph(_Session):
         refuse_crashes(model, options.dimensions, artifacts.training_path)
         norms = batch_norms(model) if options.device.type == "cpu" else []
         gradients = direct_gradient_names(model)
-        changed = direct_gradients(model)
+        changed = direct_gradients(fix_dimensions(model, options.dimensions))
         shapes = add_shape_outputs(changed, [norm.source for norm in norms])
         super().__init__(model_bytes(changed, artifacts.training_path), artifacts, options, {value.name for value in changed.graph.input})
         order = list(artifacts.parameters)
@@ -199,7 +227,9 @@ class _TrainingGraph(_Session):
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
         buffer, lease = self.pool.take()
-        binding: Binding = buffer.binding
+        return buffer, lease, self.execute(buffer.binding, inputs, parameters, seed)
+
+    def execute(self, binding: Binding, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         binding.bind(inputs, parameters)
         before = [parameters[index].clone() for index, _ in self.statistics]
         if seed is not None:
@@ -209,7 +239,7 @@ class _TrainingGraph(_Session):
             count = len(self.statistics)
             self._unbias(parameters, before, outputs[-count:])
             outputs = outputs[:-count]
-        return buffer, lease, tuple(outputs)
+        return tuple(outputs)
 
     def _unbias(self, parameters: Tensors, before: list[torch.Tensor], shapes: Sequence[torch.Tensor]) -> None:
         """PyTorch keeps the unbiased variance in its running statistics, ORT's CPU kernel the biased one."""
@@ -266,7 +296,13 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
     for name, size in options.dimensions.items():
         settings.add_free_dimension_override_by_name(name, size)
     try:
-        return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        if options.device.type != "cuda":
+            return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        stream = cuda.current_stream(options.device).cuda_stream
+        chosen = cuda.provider_options(options.device, stream, options.provider_options)
+        session = onnxruntime.InferenceSession(model, settings, providers=[(cuda.PROVIDER, chosen), "CPUExecutionProvider"])
+        cuda.loaded(session.get_providers())
+        return session
     except ort_errors() as error:
         path = model if isinstance(model, str) else None
         raise CheckpointError(f"ONNX Runtime refuses the graph: {error}", path=path) from error

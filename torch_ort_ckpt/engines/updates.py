@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import onnx
 import torch
 
 from ..artifacts import Artifacts, OptimizerSpec
@@ -41,18 +42,16 @@ class GraphUpdater:
     """
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
-        from .ort import make_session
-
         if options.device.type != "cpu":
             raise UnsupportedError(
                 "the optimizer graph takes sequences, which Python can't build from device memory", remedy="Use OrtOptimizer(fused=True)."
             )
-        graph = artifacts.optimizer
-        source = model_bytes(graph, artifacts.optimizer_path) if graph is not None else str(artifacts.optimizer_path)
-        plain = EngineOptions(threads=options.threads, session_options=options.session_options)
-        self._session = make_session(source, plain)
-        self._names = {value.name for value in self._session.get_inputs()}
-        self._outputs = [self._session.get_outputs()[0].name]
+        self._artifacts = artifacts
+        self._options = EngineOptions(threads=options.threads, session_options=options.session_options)
+        self._sessions: dict[OptimizerSpec, Any] = {}
+        session = self._session(artifacts.optimizer_spec)
+        self._names = {value.name for value in session.get_inputs()}
+        self._outputs = [session.get_outputs()[0].name]
         self._lists: dict[str, dict[tuple[int, ...], list[Any]]] = {}
 
     def apply(self, update: Update) -> bool:
@@ -67,11 +66,27 @@ class GraphUpdater:
             "second_order_moments": self._arrays("second", update.second),
         }
         try:
-            (updated, *_) = self._session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
+            session = self._session(update.hyperparameters)
+            (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
         torch.autograd.graph.increment_version([*update.parameters, *update.first, *update.second])
         return bool(np.asarray(updated).reshape(-1)[0])
+
+    def _session(self, spec: OptimizerSpec) -> Any:
+        """Hyper-parameters are attributes of the graph: other values need another session (a small one)."""
+        from .ort import make_session
+
+        if spec not in self._sessions:
+            if len(self._sessions) >= 16:
+                self._sessions.clear()
+            model = self._artifacts.optimizer
+            if model is None:
+                raise UnsupportedError("an optimizer graph in .ort format", remedy="Keep optimizer_model.onnx.")
+            if spec != self._artifacts.optimizer_spec:
+                model = with_hyperparameters(model, spec)
+            self._sessions[spec] = make_session(model_bytes(model, self._artifacts.optimizer_path), self._options)
+        return self._sessions[spec]
 
     def _arrays(self, role: str, tensors: Tensors) -> list[Any]:
         """Arrays over the tensors' memory. They hold no reference (a held gradient could not be reused), so they are only ever used
@@ -123,6 +138,19 @@ class TorchUpdater:
         if spec.adam_mode == 1 and decay:
             torch._foreach_mul_(parameters, 1 - update.lr * decay)
         return True
+
+
+def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.ModelProto:
+    """The same optimizer graph with other attributes."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    values = {"alpha": spec.betas[0], "beta": spec.betas[1], "epsilon": spec.eps, "weight_decay": spec.weight_decay}
+    for node in changed.graph.node:
+        if node.op_type == "AdamWOptimizer":
+            kept = [item for item in node.attribute if item.name not in values]
+            del node.attribute[:]
+            node.attribute.extend([*kept, *(onnx.helper.make_attribute(name, float(value)) for name, value in values.items())])
+    return changed
 
 
 def clip_gradients(gradients: list[torch.Tensor], max_norm: float) -> None:

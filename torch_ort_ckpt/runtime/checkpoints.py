@@ -36,6 +36,7 @@ def take(
         optimizer=optimizer.groups() if optimizer is not None else {},
         properties={**model.properties, **own, **(properties or {})},
         mixed_precision={name: tensors[name].to(dtype) for name, dtype in model.half_precision.items()},
+        partitions=dict(model.partitions),
         nominal=model.nominal,
     )
 
@@ -67,8 +68,8 @@ def restore(
         model.keep_optimizer_groups(state.optimizer)
     for name, value in fitting.items():
         targets[name].copy_(value)
-    if not missing:
-        model.nominal = False
+    model.partitions = dict(state.partitions)
+    model.mark_filled(fitting)
     restore_position(model, state, scheduler)
 
 

@@ -28,10 +28,13 @@ def to_ort(tensor: torch.Tensor) -> Any:
         raise UnsupportedError(f"ONNX Runtime can't borrow tensors of {short_name(tensor.dtype)}", remedy="Convert it first.")
     if not tensor.is_contiguous():
         raise UnsupportedError("only contiguous tensors can be lent", remedy="Call .contiguous() first.")
-    plain = tensor.detach().resolve_neg().resolve_conj()
-    if plain.dtype is torch.bool:
-        return ort.OrtValue.from_dlpack(torch._C._to_dlpack(plain.view(torch.uint8)), True)
-    return ort.OrtValue.from_dlpack(torch._C._to_dlpack(plain), False)
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is torch.bool:
+        return ort.OrtValue.from_dlpack(torch._C._to_dlpack(tensor.view(torch.uint8)), True)
+    return ort.OrtValue.from_dlpack(torch._C._to_dlpack(tensor), False)
 
 
 def from_ort(value: Any) -> torch.Tensor:
@@ -42,5 +45,5 @@ def from_ort(value: Any) -> torch.Tensor:
 
 
 def as_input(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it can be lent as it is, a contiguous copy otherwise."""
-    return tensor.contiguous().resolve_neg().resolve_conj()
+    """The tensor itself where it can be lent, a contiguous copy otherwise."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from ..artifacts import Artifacts
-from ..engines import Engine, EngineOptions, make
+from ..engines import Engine, EngineOptions, OverwritingEngine, make
 from ..errors import CheckpointError, UnsupportedError
+from ..inference import export_inference
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
 from . import checkpoints
@@ -55,9 +56,10 @@ class OrtModule(nn.Module):
         )
         self._engine_name = engine
         self._engine: Engine | None = make(engine, self.artifacts, self._options)
-        self.nominal = self.artifacts.state.nominal
         self.seed_dropout(_torch_seed() if seed is None else seed)
         self._follows_torch = seed is None
+        self._overwrite = False
+        self._gradients: Any = None
         self._register(self.artifacts.state)
         checkpoints.restore_position(self, self.artifacts.state, None)
 
@@ -67,6 +69,9 @@ class OrtModule(nn.Module):
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable)
         tensors = self._tensors()
         if self.training and torch.is_grad_enabled():
+            if self._overwrite:  # lazy_reset_grad was called
+                self.zero_grad()
+                self._overwrite = False
             outputs = engine.train(inputs, tensors, self._next_seed())
             self._count_batches()
         else:
@@ -79,10 +84,17 @@ class OrtModule(nn.Module):
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
         tensors = self._tensors()
         with torch.no_grad():
-            outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
+            if self._overwrite and self._gradients is not None and self.engine.name == "ort":
+                outputs, gradients = cast(OverwritingEngine, self._engine).step_into(self._gradients, inputs, tensors, self._next_seed())
+            else:
+                outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
             self._count_batches()
             self._deliver([tensors[index] for index in self._trainable], gradients)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def lazy_reset_grad(self) -> None:
+        """The next `train_step` writes over the gradients instead of adding to them (cheaper than setting each `.grad` to None)."""
+        self._overwrite = True
 
     @property
     def engine(self) -> Engine:
@@ -90,6 +102,15 @@ class OrtModule(nn.Module):
         if self._engine is None:
             self._engine = make(self._engine_name, self.artifacts, self._options)
         return self._engine
+
+    @property
+    def nominal(self) -> bool:
+        """Whether some parameter has no value yet, the checkpoint being a nominal one."""
+        return bool(self._unfilled)
+
+    def mark_filled(self, names: Iterable[str]) -> None:
+        """These parameters of a nominal checkpoint have been given values."""
+        self._unfilled -= set(names)
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +135,11 @@ class OrtModule(nn.Module):
     ) -> None:
         """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's position."""
         checkpoints.restore(self, state, optimizer, scheduler, strict=strict)
+
+    def export_inference(self, path: PathLike, outputs: Sequence[str] | None = None) -> None:
+        """An ONNX model with the weights as they are now, for plain `onnxruntime`. `outputs` may name any value of the eval graph,
+        the loss too; without it the extra outputs are taken."""
+        export_inference(self.artifacts, self.named_tensors(), path, outputs)
 
     def named_trainable(self) -> dict[str, torch.Tensor]:
         """The parameters the graph gives gradients for, by the graph's names."""
@@ -141,6 +167,7 @@ class OrtModule(nn.Module):
         """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
         specs, statistics = self.artifacts.parameters, running_statistics(self.artifacts)
         self.properties = dict(state.properties)
+        self.partitions = dict(state.partitions)
         self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
         self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
         self.keep_optimizer_groups(state.optimizer)
@@ -158,6 +185,7 @@ class OrtModule(nn.Module):
                 places[name] = (owner, key)
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
         self._places = places
+        self._unfilled = set(places) if state.nominal else set()
         self._slots = [places[name] for name in specs]
         owners = {name.rpartition(".")[0] for name in statistics}
         self._counters = [places[name] for name in places if name.endswith("num_batches_tracked") and name.rpartition(".")[0] in owners]
@@ -168,7 +196,7 @@ class OrtModule(nn.Module):
 
     def _tensors(self) -> list[torch.Tensor]:
         """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
-        if self.nominal:
+        if self._unfilled:
             raise CheckpointError(
                 "the checkpoint is nominal: the parameters have no values yet",
                 path=self.artifacts.checkpoint_path,
@@ -187,18 +215,24 @@ class OrtModule(nn.Module):
         return tensors
 
     def _deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
-        """Add gradients to `.grad`; where there is none yet the gradient itself becomes it."""
+        """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
+        if self._overwrite:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is not gradient:
+                    parameter.grad = None
         old, new = [], []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if not parameter.requires_grad:
+            current = parameter.grad
+            if current is gradient or not parameter.requires_grad:
                 continue
-            if parameter.grad is None:
+            if current is None:
                 parameter.grad = gradient
             else:
-                old.append(parameter.grad)
+                old.append(current)
                 new.append(gradient)
         if old:
             torch._foreach_add_(old, new)
+        self._gradients, self._overwrite = gradients, False
 
     def _count_batches(self) -> None:
         """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
@@ -217,8 +251,7 @@ class OrtModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        if not result.missing_keys:
-            self.nominal = False
+        self.mark_filled(set(self._places) - set(result.missing_keys))
         return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -232,7 +265,7 @@ class OrtModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Sessions can't be copied or pickled; they are made anew on the other side."""
         options = EngineOptions(**{**self._options.__dict__, "session_options": None})
-        return {**self.__dict__, "_engine": None, "_options": options}
+        return {**self.__dict__, "_engine": None, "_options": options, "_gradients": None}
 
 
 class Scope(nn.Module):

@@ -13,11 +13,10 @@ from ..artifacts import OptimizerSpec
 from ..engines.updates import GraphUpdater, TorchUpdater, Update, Updater
 from ..errors import CheckpointError, UnsupportedError
 from ..state import DEFAULT_LR, OptimizerGroup
-from ..storage import warn
 from .module import OrtModule
 
-FIXED = ("betas", "eps", "weight_decay")
-"""Hyper-parameters that are part of the graph: only `fused=True` can use other values."""
+HYPERPARAMETERS = ("betas", "eps", "weight_decay")
+"""What AdamW's graph holds as attributes; a parameter group (or a scheduler, like OneCycleLR) may have other values."""
 
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
 """PyTorch's names of the moments that the update reads and writes."""
@@ -80,9 +79,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         if not parameters:
             return
         gradients = [parameter.grad for parameter in parameters]
-        if not self.fused:
-            self._refuse_changes(group)
-        elif any(gradient.is_sparse for gradient in gradients):
+        if any(gradient.is_sparse for gradient in gradients):
             raise UnsupportedError("sparse gradients")
         states = [self._state_of(parameter, group) for parameter in parameters]
         step: torch.Tensor = states[0]["step"]
@@ -112,6 +109,12 @@ class OrtOptimizer(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return state
 
+    def create_moments(self) -> None:
+        """Make the moments now (zeros), rather than at a parameter's first update."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state_of(parameter, group)
+
     def _update_with(self) -> Updater:
         if self._updater is None:
             model = self.model
@@ -119,28 +122,16 @@ class OrtOptimizer(torch.optim.Optimizer):
         return self._updater
 
     def _hyperparameters(self, group: dict[str, Any]) -> OptimizerSpec:
-        if not self.fused or self.spec.kind == "SGD":
+        if self.spec.kind == "SGD":
             return self.spec
         return dataclasses.replace(
             self.spec, betas=tuple(group["betas"]), eps=float(group["eps"]), weight_decay=float(group["weight_decay"])
         )
 
-    def _refuse_changes(self, group: dict[str, Any]) -> None:
-        expected = _torch_defaults(self.spec)
-        for key in FIXED:
-            if key in expected and not _equal(group.get(key, expected[key]), expected[key]):
-                raise UnsupportedError(
-                    f"the optimizer graph has {key} = {expected[key]} built in, the parameter group says {group[key]}",
-                    field=key,
-                    remedy="Use OrtOptimizer(..., fused=True), or export the optimizer with this value.",
-                )
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups with rates of their own work; what the graph has built in can't differ, and parameters must be the model's."""
+        """A group with a rate and hyper-parameters of its own: the graph runs once per group."""
         if self.spec.max_norm is not None and self.param_groups:
             raise UnsupportedError("the graph clips the gradients of all parameters together, it can't serve several groups")
-        if not self.fused:
-            self._refuse_changes({**_torch_defaults(self.spec), **param_group})
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,13 +144,10 @@ class OrtOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also loads the state of `torch.optim.AdamW` (or `SGD`). In graph mode the graph's own hyper-parameters stay."""
+        """Also loads the state of `torch.optim.AdamW` (or `SGD`), hyper-parameters included."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for key, value in _torch_defaults(self.spec).items():
-                if key in FIXED and not self.fused and not _equal(group.get(key, value), value):
-                    warn(f"the optimizer graph keeps {key} = {value}; the loaded state had {group[key]} (fused=True would use it)")
-                    group[key] = value
                 group.setdefault(key, value)
             self._tie_steps(group)
 
@@ -200,7 +188,7 @@ class OrtOptimizer(torch.optim.Optimizer):
                     f"momentum{number}": state[key] if key in state else torch.zeros_like(parameter.detach())
                     for number, key in enumerate(keys)
                 }
-            hyperparameters = {key: list(group[key]) if key == "betas" else group[key] for key in FIXED if key in group}
+            hyperparameters = {key: list(group[key]) if key == "betas" else group[key] for key in HYPERPARAMETERS if key in group}
             if self.spec.kind == "SGD":
                 hyperparameters = {}
             initial = float(group.get("initial_lr", DEFAULT_LR))
@@ -220,6 +208,7 @@ class OrtOptimizer(torch.optim.Optimizer):
                 continue
             if source.lr is not None:
                 own["lr"] = source.lr
+            own.update({key: tuple(value) if key == "betas" else value for key, value in source.hyperparameters.items() if key in own})
             shared = torch.tensor(float(source.step))
             for name in members:
                 states = saved[name][1]
@@ -269,7 +258,3 @@ def _torch_defaults(spec: OptimizerSpec) -> dict[str, Any]:
     if spec.kind == "SGD":
         return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
     return {"betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay, "amsgrad": False, "maximize": False}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return tuple(a) == tuple(b) if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) else bool(a == b)
