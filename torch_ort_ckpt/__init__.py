@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
     from .runtime.session import TrainingSession
+    from .training.config import RunnerConfig
     from .training.manager import CheckpointManager
+    from .training.runner import TrainingRunner
+    from .training.schedule import LearningRate, optimal_checkpoint_period
 
 __version__ = "0.1.0"
 
@@ -28,6 +31,10 @@ _LAZY = {
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
     "CheckpointManager": ".training.manager",
+    "LearningRate": ".training.schedule",
+    "RunnerConfig": ".training.config",
+    "TrainingRunner": ".training.runner",
+    "optimal_checkpoint_period": ".training.schedule",
     "TrainingSession": ".runtime.session",
     "export_artifacts": ".export",
 }
@@ -39,6 +46,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointState",
     "CheckpointWarning",
+    "LearningRate",
     "NameMap",
     "OptimizerGroup",
     "OptimizerSpec",
@@ -46,6 +54,8 @@ __all__ = [
     "OrtOptimizer",
     "PartitionInfo",
     "Report",
+    "RunnerConfig",
+    "TrainingRunner",
     "TrainingSession",
     "average",
     "convert",
@@ -54,6 +64,7 @@ __all__ = [
     "export_artifacts",
     "from_torch",
     "load",
+    "optimal_checkpoint_period",
     "save",
     "to_optimizer_state_dict",
     "to_state_dict",

@@ -57,7 +57,7 @@ class OverwritingEngine(Engine, Protocol):
 
     def step_into(
         self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
-    ) -> tuple[tuple[torch.Tensor, ...], Tensors]: ...
+    ) -> tuple[tuple[Tensor, ...], Tensors]: ...
 
 
 Maker = Callable[[Artifacts, EngineOptions], Engine]

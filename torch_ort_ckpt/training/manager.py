@@ -67,7 +67,7 @@ class CheckpointManager:
         self.preemption = Preemption()
         self._ranks = Ranks.own_group()
         self._damaged: set[Path] = set()
-        self._last_saved: int | None = None
+        self.last_saved: int | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._in_flight: Future[Path | None] | None = None
         self._ranks.first(self._open)
@@ -89,7 +89,7 @@ class CheckpointManager:
 
     def due(self, step: int) -> bool:
         """Whether `step` weight updates are a multiple of the period and not saved yet."""
-        return self.period is not None and step > 0 and step % self.period == 0 and step != self._last_saved
+        return self.period is not None and step > 0 and step % self.period == 0 and step != self.last_saved
 
     def preempted(self) -> bool:
         """Whether any rank was asked to end (SIGTERM): the same answer on all ranks, so that all save at the same step."""
@@ -116,7 +116,7 @@ class CheckpointManager:
         training = Training(model, optimizer, scheduler, scaler, data, dict(progress or {}), gradients)
         self.wait()
         captured = capture(training)
-        self._last_saved = step
+        self.last_saved = step
         if not self.async_save:
             return self._tolerate(lambda: self._write(step, captured, dict(metrics or {})))
         copied = captured.clone()
@@ -154,7 +154,7 @@ class CheckpointManager:
             return None
         training = Training(model, optimizer, scheduler, scaler, data, progress if progress is not None else {})
         self._ranks.together(lambda: self._restore(chosen, training))
-        self._last_saved = chosen.step
+        self.last_saved = chosen.step
         return chosen
 
     def close(self) -> None:
