@@ -37,14 +37,9 @@ def runner(setup: Setup, num_train_steps: int = 20, **settings: Any) -> toc.Trai
 @pytest.mark.parametrize("make", KINDS)
 def test_it_computes_what_a_loop_by_hand_computes(make: Callable[..., Setup]) -> None:
     a = make()
-    steps = iter([])
-    for number in range(20):
-        try:
-            batch = next(steps)
-        except StopIteration:
-            steps = iter(data_for(a) if number == 0 else loader)
-            loader = loader if number else data_for(a)
-            batch = next(steps)
+    loader = data_for(a)
+    batches = (batch for _ in range(2) for batch in loader)
+    for number, batch in enumerate(batches):
         (a.loss(batch) / 2).backward()
         if number % 2:
             nn.utils.clip_grad_norm_(a.model.parameters(), 0.5)

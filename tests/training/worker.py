@@ -73,7 +73,11 @@ def main() -> None:
     if distributed.rank() == 0:
         digest = hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in sorted(values.items()))).hexdigest()
         total = float(sum(value.double().abs().sum() for value in values.values()))
-        print(json.dumps({"digest": digest, "total": total, "step": result.step, "resumed": result.resumed_from, "preempted": result.preempted}))
+        print(
+            json.dumps(
+                {"digest": digest, "total": total, "step": result.step, "resumed": result.resumed_from, "preempted": result.preempted}
+            )
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
 

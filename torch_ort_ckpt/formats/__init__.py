@@ -27,7 +27,7 @@ from ..names import check_aliases
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
 
-FORMATS: tuple[str, ...] = ("ort", "safetensors", "torch")
+FORMATS: tuple[str, ...] = ("ort", "safetensors", "torch", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
 
 
