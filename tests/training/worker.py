@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--die", type=int, help="rank 1 is killed in the save of this step")
-    parser.add_argument("--term", type=int, help="rank 1 gets SIGTERM at this step")
-    parser.add_argument("--fail", type=int, help="rank 1 raises at this step")
+    parser.add_argument("--term", type=int, help="the last rank gets SIGTERM at this step")
+    parser.add_argument("--fail", type=int, help="the last rank raises at this step")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--on-save-error", default="raise")
     options = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
     def watch(event: Event) -> None:
         if options.pause:
             time.sleep(options.pause)
-        if distributed.rank() == 1 and event.kind == "step":
+        if distributed.rank() == distributed.world_size() - 1 and event.kind == "step":
             if event.step == options.term:
                 os.kill(os.getpid(), signal.SIGTERM)
             if event.step == options.fail:

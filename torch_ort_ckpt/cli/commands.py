@@ -19,6 +19,7 @@ from ..formats import FORMATS, format_for, save
 from ..integrity import verify
 from ..state import CheckpointState, format_bytes
 from ..summary import Summary, TensorSummary, summarize
+from . import training
 from .output import console, print_json, print_line, progress_bar, table
 
 _DTYPES = {short_name(dtype): dtype for dtype in TORCH_FROM_ONNX.values() if dtype.is_floating_point}
@@ -33,6 +34,7 @@ def add_all(subparsers: Any) -> None:
     _add_diff(subparsers)
     _add_verify(subparsers)
     _add_average(subparsers)
+    training.add_all(subparsers)
 
 
 def _command(subparsers: Any, name: str, run: Any, summary: str, **more: Any) -> argparse.ArgumentParser:

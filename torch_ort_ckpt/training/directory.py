@@ -30,13 +30,18 @@ def list_entries(directory: Path) -> list[Entry]:
     return []
 
 
+def pending_entry(directory: Path, step: int) -> contextlib.AbstractContextManager[PendingFolder]:
+    """A `pending_folder` for one step."""
+    return pending_folder(directory / f"checkpoint_{step}")
+
+
 @contextlib.contextmanager
-def pending_entry(directory: Path, step: int) -> Iterator[PendingEntry]:
+def pending_folder(target: Path) -> Iterator[PendingFolder]:
     """A folder to fill; gone at the end of the block unless it was committed. Errors of the file system become `CheckpointError`."""
     try:
-        pending = PendingEntry(directory, step)
+        pending = PendingFolder(target)
     except OSError as error:
-        raise save_error(error, directory) from error
+        raise save_error(error, target) from error
     try:
         yield pending
     except OSError as error:
@@ -47,15 +52,15 @@ def pending_entry(directory: Path, step: int) -> Iterator[PendingEntry]:
         pending.discard()
 
 
-class PendingEntry:
+class PendingFolder:
     """A temporary folder under its writer's lock."""
 
-    def __init__(self, directory: Path, step: int) -> None:
-        self.target = directory / f"checkpoint_{step}"
+    def __init__(self, target: Path) -> None:
+        self.target = target
         self.committed = False
         self._lock = -1
         while self._lock < 0:
-            self.path = directory / f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+            self.path = target.parent / f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
             # Beside the folder, not in it: the formats lock folders they write to.
             self._lock = os.open(_lock_file(self.path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             _lock(self._lock, wait=True)
@@ -71,7 +76,7 @@ class PendingEntry:
     def commit(self, durable: bool) -> None:
         """Give the folder its name. One that has the name already makes way; a crash in between is repaired by `clean`."""
         with directory_lock(self.target.parent):
-            replaced = _set_aside(self.target) if self.target.exists() else None
+            replaced = _set_aside(self.target) if os.path.lexists(self.target) else None
             os.rename(self.path, self.target)
             self.committed = True
         if durable:
@@ -128,6 +133,9 @@ def _set_aside(entry: Path) -> Path:
 
 
 def _delete(place: Path) -> None:
+    if place.is_symlink() or place.is_file():
+        place.unlink(missing_ok=True)
+        return
     # The manifest goes first: from then on nobody can take the rest for an entry.
     with contextlib.suppress(OSError):
         os.unlink(place / "manifest.json")

@@ -66,6 +66,7 @@ class CheckpointManager:
         self.async_save, self.on_error, self.durable = async_save, on_error, durable
         self.preemption = Preemption()
         self._ranks = Ranks.own_group()
+        self._caller = Ranks.own_group()  # the background save talks in the other one at the same time
         self._damaged: set[Path] = set()
         self.last_saved: int | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -93,7 +94,7 @@ class CheckpointManager:
 
     def preempted(self) -> bool:
         """Whether any rank was asked to end (SIGTERM): the same answer on all ranks, so that all save at the same step."""
-        return self._ranks.any(self.preemption.requested)
+        return self._caller.any(self.preemption.requested)
 
     def save(
         self,
@@ -191,7 +192,7 @@ class CheckpointManager:
 
     def _write(self, step: int, captured: Captured, metrics: dict[str, float]) -> Path:
         with contextlib.ExitStack() as stack:
-            begun: list[entries.PendingEntry] = []
+            begun: list[entries.PendingFolder] = []
 
             def begin() -> Path:
                 begun.append(stack.enter_context(entries.pending_entry(self.directory, step)))
@@ -210,7 +211,7 @@ class CheckpointManager:
             records |= write_tree(folder, SHARED, *captured.shared, durable=self.durable)
         return records
 
-    def _commit(self, pending: entries.PendingEntry, step: int, metrics: dict[str, float], files: dict[str, FileRecord]) -> None:
+    def _commit(self, pending: entries.PendingFolder, step: int, metrics: dict[str, float], files: dict[str, FileRecord]) -> None:
         write_manifest(pending.path, step, self._ranks.count, metrics, files, self.durable)
         pending.commit(self.durable)
         self._damaged.discard(pending.target)
