@@ -68,7 +68,7 @@ def kill(directory: Path, count: int) -> dict[str, Any]:
                 train(directory, TARGET, background=number % 2 == 1)
             finally:
                 os._exit(1)
-        time.sleep(generator.uniform(0.0, 0.25))
+        time.sleep(generator.uniform(0.0, 0.2))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found = list(directory.iterdir()) if directory.exists() else []

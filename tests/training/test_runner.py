@@ -237,3 +237,13 @@ def test_impossible_settings_are_refused_by_name(settings: dict[str, Any], messa
 def test_a_config_survives_a_file() -> None:
     config = toc.RunnerConfig(8, lr=toc.LearningRate(0.1, "poly", 0.2), checkpoints_dir=Path("a"), export_outputs=("x",))
     assert toc.RunnerConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
+
+
+def test_the_bar_shows_loss_rate_and_throughput(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    result = runner(plain(), 20, display_loss_steps=20).run(data())
+    shown = capsys.readouterr().err
+    assert f"loss {result.loss:.4g}" in shown
+    assert "samples/s" in shown
+    assert "20/20" in shown

@@ -54,8 +54,11 @@ class Feed:
         return self._begun + self.batch * (_batch_size(self.loader) or 1) * world_size()
 
     def state_dict(self) -> dict[str, Any]:
+        if self._resumed is not None:  # loaded, and no batch drawn since
+            return dict(self._resumed)
         own = getattr(self.loader, "state_dict", None)
         return {
+            "begun": self._iterator is not None,
             "epoch": self.epoch,
             "batch": self.batch,
             "samples": self.samples,
@@ -67,7 +70,7 @@ class Feed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; takes effect at the next batch."""
         self.epoch, self.batch, self._begun = int(state["epoch"]), 0, 0
-        self._iterator, self._resumed = None, dict(state)
+        self._iterator, self._resumed = None, dict(state) if state["begun"] else None
 
     def _begin(self) -> Iterator[Any]:
         state, self._resumed = self._resumed, None

@@ -116,8 +116,9 @@ class CheckpointManager:
         """
         training = Training(model, optimizer, scheduler, scaler, data, dict(progress or {}), gradients)
         self.wait()
-        captured = capture(training)
-        self.last_saved = step
+        taken: list[Captured] = []
+        self._caller.together(lambda: taken.append(capture(training)))  # a rank that can't must not leave the others waiting
+        captured, self.last_saved = taken[0], step
         if not self.async_save:
             return self._tolerate(lambda: self._write(step, captured, dict(metrics or {})))
         copied = captured.clone()
