@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "ort": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime-training",
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
+        "soak": None if os.environ.get("TOC_SOAK") else "takes long or much memory: tox -e soak",
     }
     for item in items:
         for name, reason in missing.items():

@@ -27,6 +27,12 @@ def toc_reads(path: Path) -> bool:
     return True
 
 
+def loads_officially(artifacts: Any) -> bool:
+    """ORT's Python loader refuses half precision (which its own artifacts may hold), and can't train on nominal values."""
+    half = (torch.float16, torch.bfloat16)
+    return not artifacts.state.nominal and all(value.dtype not in half for value in artifacts.state.parameters.values())
+
+
 class Official:
     """`onnxruntime.training.api` with the verbs of a training loop."""
 

@@ -83,5 +83,5 @@ def states(draw: st.DrawFn, *, several_groups: bool = False, strings: bool = Tru
             state.optimizer[draw(names.filter(lambda name: name != "group0"))] = draw(groups(masters[cut:], shapes_of))
     for name in masters[:2]:
         if not draw(st.integers(0, 3)):
-            state.partitions[name] = PartitionInfo(tuple(state.trainable[name].shape), draw(st.integers(-1, 1)), world_size=2)
+            state.partitions[name] = PartitionInfo(tuple(state.trainable[name].shape), draw(st.integers(-1, 1)))
     return state

@@ -178,3 +178,33 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m torch_ort_ckpt inspect {tmp_path}/c | head -n 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.ort
+def test_demo_does_the_main_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "demo", tmp_path)
+    assert code == 0
+    assert "all equal bit for bit" in out
+    assert toc.load(tmp_path / "final").step == 24
+    plain, theirs = (toc.load(tmp_path / name) for name in ("from_pytorch", "trained_on"))  # PyTorch's eight steps and ORT's
+    assert all(torch.allclose(value, theirs.trainable[name], atol=1e-5) for name, value in plain.trainable.items())
+
+
+def test_demo_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run(capsys, "demo", tmp_path)
+    assert code == 2
+    assert "torch-ort-ckpt[ort]" in err
+
+
+def test_completion_completes_commands_and_options() -> None:
+    def complete(*words: str) -> set[str]:
+        line = " ".join(f'"{word}"' for word in words)
+        code = f"source /dev/stdin; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _torch_ort_ckpt; printf '%s\\n' ${{COMPREPLY[@]}}"
+        printed = subprocess.run(
+            [sys.executable, "-m", "torch_ort_ckpt", "completion", "bash"], capture_output=True, text=True, check=True
+        ).stdout
+        return set(subprocess.run(["bash", "-c", code], input=printed, capture_output=True, text=True, check=True).stdout.split())
+
+    assert complete("torch-ort-ckpt", "in") == {"inspect"}
+    assert complete("torch-ort-ckpt", "convert", "--no-o") == {"--no-optimizer"}

@@ -7,17 +7,21 @@ from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
 from .comparison import Report, diff
 from .conversion import convert
 from .errors import CheckpointError, CheckpointWarning
-from .formats import detect, load, save
+from .formats import detect, load, merge, save
 from .integrity import verify
 from .names import NameMap
+from .partition import PartitionPlan, split
 from .state import CheckpointState, OptimizerGroup, PartitionInfo
 
 if TYPE_CHECKING:
     from .artifacts import Artifacts, OptimizerSpec
+    from .engines.torch import register_op
     from .export import export_artifacts
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
     from .runtime.session import TrainingSession
+    from .source import to_torch_module
+    from .stages import pipeline_stages
     from .training.config import RunnerConfig
     from .training.manager import CheckpointManager
     from .training.runner import TrainingRunner
@@ -37,6 +41,9 @@ _LAZY = {
     "optimal_checkpoint_period": ".training.schedule",
     "TrainingSession": ".runtime.session",
     "export_artifacts": ".export",
+    "pipeline_stages": ".stages",
+    "register_op": ".engines.torch",
+    "to_torch_module": ".source",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 
@@ -53,6 +60,7 @@ __all__ = [
     "OrtModule",
     "OrtOptimizer",
     "PartitionInfo",
+    "PartitionPlan",
     "Report",
     "RunnerConfig",
     "TrainingRunner",
@@ -64,10 +72,15 @@ __all__ = [
     "export_artifacts",
     "from_torch",
     "load",
+    "merge",
     "optimal_checkpoint_period",
+    "pipeline_stages",
+    "register_op",
     "save",
+    "split",
     "to_optimizer_state_dict",
     "to_state_dict",
+    "to_torch_module",
     "verify",
 ]
 

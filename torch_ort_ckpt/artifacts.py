@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from .graphs import (
     LAZY_RESET,
     TensorSpec,
     attributes,
+    describe_ort_file,
     is_random,
     load_model,
     spec_of,
@@ -42,6 +42,8 @@ class OptimizerSpec:
     adam_mode: int = 0
     correct_bias: bool = True
     max_norm: float | None = None
+    known: bool = True
+    """False for a `.ort` graph: it runs with its own hyper-parameters, which nobody outside can read."""
 
     @property
     def moments(self) -> int:
@@ -184,6 +186,12 @@ class Artifacts:
         specs = self.training_outputs or self.eval_outputs
         return [spec for spec in specs if not spec.name.endswith(ACCUMULATION_OUTPUT)]
 
+    @cached_property
+    def input_gradients(self) -> dict[str, str]:
+        """Input -> output that is the loss's gradient by it, where the graph provides one (`<input>_grad`)."""
+        names = {spec.name for spec in self.outputs}
+        return {spec.name: f"{spec.name}_grad" for spec in self.inputs if f"{spec.name}_grad" in names}
+
     @property
     def loss(self) -> str:
         return self.outputs[0].name
@@ -204,9 +212,8 @@ class Artifacts:
         if self.optimizer_path is None:
             raise MissingFileError(f"no {self.prefix}optimizer_model", path=self.folder, remedy="Use a torch.optim optimizer.")
         if self.optimizer is None:
-            raise UnsupportedError(
-                "the hyper-parameters of a .ort model can't be read", path=self.optimizer_path, remedy="Keep optimizer_model.onnx."
-            )
+            names = {spec.name for spec in _specs(self.optimizer_path, None, "input")}
+            return OptimizerSpec("AdamW" if "second_order_moments" in names else "SGD", known=False)
         return _optimizer_spec(self.optimizer, self.optimizer_path)
 
     def missing(self) -> list[str]:
@@ -311,9 +318,7 @@ def _specs(path: Path | None, model: onnx.ModelProto | None, side: str) -> list[
     if model is not None:
         constants = {tensor.name for tensor in model.graph.initializer}
         return [spec_of(value) for value in getattr(model.graph, side) if value.name not in constants]
-    from .engines.ort import describe_session  # a `.ort` file: ORT itself must say
-
-    return describe_session(os.fspath(path), side)
+    return describe_ort_file(path, side)
 
 
 def _optimizer_spec(model: onnx.ModelProto, path: Path) -> OptimizerSpec:

@@ -13,8 +13,8 @@ import torch
 from .dtypes import short_name
 from .errors import CheckpointError
 from .formats import load
-from .state import CheckpointState, Value, is_string, same_number, same_tensor
-from .storage import PathLike
+from .state import CheckpointState, Value, is_string, nbytes, same_number, same_tensor
+from .storage import PathLike, Progress
 
 _CHUNK = 1 << 22
 
@@ -65,7 +65,9 @@ class Report:
         return {"equal": self.equal, "compared": self.compared, "differences": [dataclasses.asdict(item) for item in self.differences]}
 
 
-def diff(a: CheckpointState | PathLike, b: CheckpointState | PathLike, *, atol: float = 0.0, rtol: float = 0.0) -> Report:
+def diff(
+    a: CheckpointState | PathLike, b: CheckpointState | PathLike, *, atol: float = 0.0, rtol: float = 0.0, progress: Progress | None = None
+) -> Report:
     """Compare tensors, steps, rates and properties. With the default tolerances equal means equal bits (NaN included)."""
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not value >= 0:
@@ -83,6 +85,8 @@ def diff(a: CheckpointState | PathLike, b: CheckpointState | PathLike, *, atol: 
             report.differences.append(found)
         for buffer in buffers:
             buffer.release()
+        if progress:
+            progress(sum(nbytes(side[name]) for side in (tensors_a, tensors_b) if name in side))
     _compare_values(report, "", {"nominal": left.nominal}, {"nominal": right.nominal})
     _compare_values(report, "properties/", left.properties, right.properties)
     _compare_values(report, "partitions/", left.partitions, right.partitions)

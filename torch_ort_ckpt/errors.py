@@ -55,10 +55,15 @@ class CheckpointWarning(UserWarning):
     """Something was left out, merged or repaired. Silence it with `warnings.filterwarnings`."""
 
 
+_LONGEST = 1000
+
+
 def _rebuild(kind: type[CheckpointError], message: str, path: str | None, field: str | None, remedy: str | None) -> CheckpointError:
     return kind(message, path=path, field=field, remedy=remedy)
 
 
 def printable(text: str) -> str:
-    """Names come from files: keep control characters and lone surrogates out of terminals and logs."""
+    """Names come from files: keep control characters, lone surrogates and endless ones out of terminals and logs."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

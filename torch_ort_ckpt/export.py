@@ -22,12 +22,12 @@ from onnx import numpy_helper
 from torch import nn
 
 from .artifacts import Artifacts, OptimizerSpec
+from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, MissingDependencyError, UnsupportedError
 from .formats import save
 from .graphs import load_model, refuse_crashes
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
-from .runtime.dlpack import ALIASABLE
 from .state import CheckpointState
 from .storage import PathLike
 
@@ -270,7 +270,7 @@ def _generate(
         raise MissingDependencyError(
             "making gradient graphs needs onnxruntime-training", remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.12).'
         ) from error
-    from .engines.ort import ort_errors
+    from .engines.sessions import ort_errors
 
     blocks = {
         "cross_entropy": onnxblock.loss.CrossEntropyLoss,

@@ -10,10 +10,10 @@ from typing import Any
 
 import onnx
 import torch
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # protobuf has no inline types
+from google.protobuf.message import DecodeError
 
 from .dtypes import TORCH_FROM_ONNX, short_name
-from .errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from .errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
 
 ACCUMULATION_BUFFER = "_grad.accumulation.buffer"
 ACCUMULATION_OUTPUT = "_grad.accumulation.out"
@@ -24,6 +24,18 @@ RANDOM_OPS = frozenset(
     | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 RECURRENT_OPS = frozenset({"LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"})
+
+
+_ORT_TYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(uint8)": torch.uint8,
+    "tensor(bool)": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,22 @@ def spec_of(value: onnx.ValueInfoProto) -> TensorSpec:
     if kind.HasField("shape"):
         shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim)
     return TensorSpec(value.name, TORCH_FROM_ONNX.get(kind.elem_type), shape)
+
+
+def describe_ort_file(path: str | os.PathLike[str], side: str) -> list[TensorSpec]:
+    """Inputs (`side="input"`) or outputs of a model in ORT's own format, which only ORT can read."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            "only ONNX Runtime reads .ort models", path=path, remedy='pip install "torch-ort-ckpt[ort]"'
+        ) from error
+    session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+    found = session.get_inputs() if side == "input" else session.get_outputs()
+    return [
+        TensorSpec(value.name, _ORT_TYPES.get(value.type), tuple(size if size is not None else "?" for size in value.shape))
+        for value in found
+    ]
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .errors import CheckpointError
+from .properties import WORLD_RANK
 from .state import CheckpointState, Value, alias_name, is_string, same_tensor, split_half_suffix
 from .storage import PathLike
 
@@ -250,14 +251,21 @@ def _targets(ort: str, value: Any) -> Iterable[tuple[str, bool]]:
 
 
 def split_aliases(state: CheckpointState) -> CheckpointState:
-    """Move `<w>_fp16` / `<w>_bf16` entries that belong to a full-precision `<w>` into `state.mixed_precision` (in place)."""
+    """Move `<w>_fp16` / `<w>_bf16` entries that belong to a full-precision `<w>` into `state.mixed_precision` (in place).
+
+    In a rank of a partitioned set the master may be cut or on another rank: there the name and the type are enough.
+    """
+    rank = WORLD_RANK in state.properties
     for home in (state.trainable, state.frozen):
         for name in list(home):
             base, dtype = split_half_suffix(name)
             if dtype is None or base in state.mixed_precision:
                 continue
             master = state.trainable.get(base, state.frozen.get(base))
-            if master is None or not _is_alias(home[name], master, dtype):
+            if rank:
+                if is_string(home[name]) or home[name].dtype != dtype:
+                    continue
+            elif master is None or not _is_alias(home[name], master, dtype):
                 continue
             state.mixed_precision[base] = home.pop(name)
     return state

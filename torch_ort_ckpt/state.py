@@ -60,18 +60,12 @@ class OptimizerGroup:
 class PartitionInfo:
     """How one rank's piece of a weight relates to the whole.
 
-    `original_dim` is the shape the weight has on one horizontal (Megatron) rank before ZeRO flattened it; `megatron_row_partition` is
-    ORT's number: -1 none, 0 column (last axis), 1 row (axis 0). `pipeline_stage` is set for stages of a pipeline.
+    `original_dim` is the shape of the whole weight, before Megatron cut it and ZeRO flattened the pieces; `megatron_row_partition` is
+    ORT's number: -1 not cut, 0 by columns (last axis), 1 by rows (axis 0). Which rank this is, the state's properties say.
     """
 
     original_dim: tuple[int, ...]
     megatron_row_partition: int = -1
-    world_rank: int = 0
-    world_size: int = 1
-    data_parallel_size: int = 1
-    horizontal_parallel_size: int = 1
-    zero_stage: int = 0
-    pipeline_stage: int | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -151,8 +145,8 @@ class CheckpointState:
             self.mixed_precision[name] = value.to(self.mixed_precision[name].dtype)
 
     def stale_aliases(self) -> list[str]:
-        """Weights whose half-precision alias is not what their master rounds to."""
-        masters = self.parameters
+        """Weights whose half-precision alias is not what their master rounds to (a rank's piece of a master says nothing)."""
+        masters = {name: value for name, value in self.parameters.items() if name not in self.partitions}
         return [name for name, alias in self.mixed_precision.items() if name in masters and not alias_agrees(masters[name], alias)]
 
     def refresh_mixed_precision(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap as _mmap
 import os
+import re
 import secrets
 import stat
 import sys
@@ -39,7 +40,8 @@ class FileBuffer:
         if sys.byteorder != "little":
             raise CheckpointError("checkpoints are little-endian and this machine is not", path=self.path)
         with open_file(self.path) as file:
-            self.size = os.fstat(file.fileno()).st_size
+            self._origin = os.fstat(file.fileno())
+            self.size = self._origin.st_size
             self._map: _mmap.mmap | None = None
             self.data: Any = bytearray()
             if mmap and self.size:
@@ -59,6 +61,14 @@ class FileBuffer:
         flat = torch.frombuffer(self.data, dtype=dtype, count=count, offset=offset)
         return flat if len(shape) == 1 else flat.reshape(shape)
 
+    def replaced(self) -> bool:
+        """Whether the path now leads to another file, or to other content, than what was opened here."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return True
+        return any(getattr(now, key) != getattr(self._origin, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
+
     def release(self) -> None:
         """Let the kernel take back the pages read so far. Only for mappings nobody has written to: changes would be lost."""
         if self._map is not None and hasattr(_mmap, "MADV_DONTNEED"):
@@ -73,15 +83,17 @@ def open_file(path: str) -> BinaryIO:
         raise MissingFileError("no such file", path=path) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
-    file = os.fdopen(descriptor, "rb", buffering=0)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise CheckpointError("not a regular file", path=path)
-    return file
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
-    data = bytearray(size)
+    try:
+        data = bytearray(size)
+    except MemoryError as error:
+        raise CheckpointError(f"{size} bytes do not fit in memory", path=path, remedy="Load it with mmap=True.") from error
     view, done = memoryview(data), 0
     try:
         while done < size:
@@ -135,13 +147,17 @@ class PendingFile:
 
     def __init__(self, path: PathLike) -> None:
         self.target = Path(os.path.realpath(path))  # through a symbolic link, as an in-place write would go
-        self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         self.committed = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        try:
-            self.file: BinaryIO = os.fdopen(os.open(self.temporary, flags, 0o666), "wb", buffering=0)
-        except OSError as error:
-            raise save_error(error, path) from error
+        descriptor, self._mark = -1, None
+        while self._mark is None:
+            self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            try:
+                descriptor = os.open(self.temporary, flags, 0o666)
+            except OSError as error:
+                raise save_error(error, path) from error
+            self._mark = _mark_as_alive(descriptor)
+        self.file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
         with contextlib.suppress(OSError):  # keep the mode of what is replaced
             os.chmod(self.temporary, stat.S_IMODE(self.target.stat().st_mode))
 
@@ -161,6 +177,43 @@ class PendingFile:
         if not self.committed:
             with contextlib.suppress(OSError):
                 os.unlink(self.temporary)
+        if self._mark is not None and self._mark >= 0:
+            os.close(self._mark)
+            self._mark = -1
+
+
+def _mark_as_alive(descriptor: int) -> int | None:
+    """Lock a temporary for as long as its writer lives: a descriptor to close at the end (-1 where there are no locks), or None when
+    another writer took the file for an abandoned one before it could be locked."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return -1
+    with contextlib.suppress(OSError):  # file systems without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if os.fstat(descriptor).st_nlink:
+        return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before its rename
+    os.close(descriptor)
+    return None
+
+
+def remove_abandoned(target: Path) -> None:
+    """Delete the temporaries that killed writers of `target` left behind: those that nobody holds a lock on."""
+    try:
+        import fcntl
+
+        names = os.listdir(target.parent)
+    except (ImportError, OSError):
+        return
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+-[0-9a-f]{{8}}\.tmp")
+    for name in filter(pattern.fullmatch, names):
+        with contextlib.suppress(OSError):  # locked, gone already, or a file system without locks
+            descriptor = os.open(target.parent / name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(target.parent / name)
+            finally:
+                os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -169,9 +222,12 @@ def pending_file(path: PathLike) -> Iterator[PendingFile]:
     pending = PendingFile(path)
     try:
         yield pending
+        remove_abandoned(pending.target)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
+        if pending.committed:
+            raise CheckpointError(f"the new file is in place, but may not outlast a power failure ({error.strerror})", path=path) from error
         raise save_error(error, path) from error
     finally:
         pending.discard()
@@ -191,7 +247,10 @@ def fsync_directory(folder: Path) -> None:
     """Make a rename in `folder` durable. Windows has no such call and needs none."""
     if os.name == "nt":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written but not read can't be synced
+        return
     try:
         os.fsync(descriptor)
     finally:

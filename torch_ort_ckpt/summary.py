@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .dtypes import short_name
-from .formats import detect, load
+from .formats import detect, load, read_by
 from .state import CheckpointState, Value, is_string, nbytes
 from .storage import PathLike, Progress
 
@@ -53,6 +53,8 @@ class Summary:
     groups: dict[str, dict[str, Any]]
     properties: dict[str, int | float | str]
     partitions: dict[str, Any]
+    read_by: str
+    """The ORT releases that can read this file as it is."""
 
     @property
     def total_bytes(self) -> int:
@@ -81,7 +83,15 @@ def summarize(
             if progress:
                 progress(nbytes(value))
     return Summary(
-        str(path), name, state.format_version, state.nominal, tensors, _groups(state), dict(state.properties), dict(state.partitions)
+        path=str(path),
+        format=name,
+        format_version=state.format_version,
+        nominal=state.nominal,
+        tensors=tensors,
+        groups=_groups(state),
+        properties=dict(state.properties),
+        partitions=dict(state.partitions),
+        read_by=read_by(name, state.format_version),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -105,6 +106,28 @@ def check_against_module(model: onnx.ModelProto, module: nn.Module, name: str) -
     direction = torch.randn_like(expected)
     gradients = [torch.autograd.grad((result * direction).sum(), list(parameters.values())) for result in (found, expected)]
     assert_gradients(*(dict(zip(parameters, values, strict=True)) for values in gradients))
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "larger"),
+    [
+        ("transformer", (0,), lambda: [torch.randint(0, 50, (5, 7)), torch.randint(0, 50, (35,))]),
+        ("shapes", (0, 1), lambda: [torch.randn(6, 5, 6), torch.randint(0, 5, (6,))]),
+        ("lstm", (0, 1), lambda: [torch.randn(9, 3, 6), torch.randint(0, 5, (3,))]),
+    ],
+)
+def test_open_dimensions(name: str, axes: tuple[int, ...], larger: Callable[[], list[Tensor]], tmp_path: Path) -> None:
+    export(dataclasses.replace(FAMILIES[name], dynamic=axes), tmp_path)
+    artifacts = toc.Artifacts.load(tmp_path)
+    ours, ort = toc.OrtModule(artifacts, engine="torch"), toc.OrtModule(artifacts, engine="ort", threads=1)
+    for batch in (FAMILIES[name].batch(3), larger()):
+        for model in (ours, ort):
+            model.zero_grad()
+            model(*batch).backward()
+        assert_gradients(*({n: p.grad for n, p in model.named_trainable().items()} for model in (ours, ort)))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(*batch), ours(*batch), rtol=1e-5, atol=1e-6)
 
 
 def test_batch_norm_s_statistics_are_pytorch_s(exported: Exported) -> None:

@@ -25,6 +25,8 @@ class Family:
     inputs: Callable[[], tuple[Tensor, ...]]
     loss: str | None = "cross_entropy"
     target: Callable[[], Tensor] | None = None
+    dynamic: tuple[int, ...] = ()
+    """Axes of the first input whose size is left open."""
     ort: bool = True
     """Whether ORT 1.19.2 can train it on the CPU; if not, only PyTorch itself is the oracle."""
 
@@ -42,6 +44,8 @@ def export(family: Family, folder: Path, *, dynamo: bool = False, artifacts: boo
     path = folder / "model.onnx"
     names = [f"input{i}" for i in range(len(inputs))]
     settings: dict[str, Any] = {"input_names": names, "output_names": ["output"], "dynamo": dynamo}
+    if family.dynamic:
+        settings["dynamic_axes"] = {names[0]: {axis: f"size{axis}" for axis in family.dynamic}}
     if dynamo:
         settings |= {"opset_version": 18, "optimize": False, "external_data": False, "verbose": False}
     else:

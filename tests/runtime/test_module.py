@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 import torch_ort_ckpt as toc
-from tests.official import Official, artifact_folders, assert_same, batches
+from tests.official import Official, artifact_folders, assert_same, batches, loads_officially
 from tests.truth import DATA
 
 pytestmark = pytest.mark.ort
@@ -26,11 +25,6 @@ def model(artifacts: toc.Artifacts) -> toc.OrtModule:
     return toc.OrtModule(artifacts, threads=1)
 
 
-def official_can_load(artifacts: toc.Artifacts) -> bool:
-    half = (torch.float16, torch.bfloat16)
-    return not artifacts.state.nominal and all(value.dtype not in half for value in artifacts.state.parameters.values())
-
-
 @pytest.mark.parametrize("name", artifact_folders())
 def test_loss_gradients_and_evaluation_equal_the_official_api(name: str, tmp_path: Path) -> None:
     artifacts = toc.Artifacts.load(DATA / name)
@@ -42,7 +36,7 @@ def test_loss_gradients_and_evaluation_equal_the_official_api(name: str, tmp_pat
     loss.backward()
     assert loss.shape == ()
     assert all(parameter.grad is not None for parameter in model.named_trainable().values())
-    if not official_can_load(artifacts):  # ORT's Python loader refuses half precision, which its artifacts may hold
+    if not loads_officially(artifacts):
         again = toc.OrtModule(artifacts, threads=1)
         assert_same(again.train_step(*batch), loss)
         return

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
-from tests.official import Official, artifact_folders, assert_same, batches
+from tests.official import Official, artifact_folders, assert_same, batches, loads_officially
 from tests.truth import DATA
 
 pytestmark = pytest.mark.ort
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 SGD = DATA / "fbv2_ort1_19_2_sgd_full"
-TRAINED = [name for name in artifact_folders() if not any(part in name for part in ("half", "nominal", "noopt"))]
+TRAINED = [name for name in artifact_folders() if "noopt" not in name and loads_officially(toc.Artifacts.load(DATA / name))]
 
 
 def train(model: toc.OrtModule, optimizer: torch.optim.Optimizer, data: list[list[torch.Tensor]]) -> list[float]:

@@ -18,8 +18,6 @@ from tests.training.setups import data, plain
 from torch_ort_ckpt.training.feed import Feed
 
 ROOT = Path(__file__).parents[2]
-KILLS = int(os.environ.get("TOC_KILLS", "200"))
-SOAK = int(os.environ.get("TOC_SOAK_STEPS", "300"))
 CAN_MOUNT = shutil.which("unshare") is not None and not subprocess.run(
     ["unshare", "-m" if os.name == "posix" and os.geteuid() == 0 else "-rm", "mount", "-t", "tmpfs", "tmpfs", "/tmp"], check=False
 ).returncode  # fmt: skip
@@ -29,20 +27,23 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs signals and file 
 def scenario(name: str, directory: Path, *more: object) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.training.faults", name, str(directory), *map(str, more)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60 + 2 * KILLS, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280 if 2000 not in more else 4000, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_killed_at_random_moments_no_entry_is_lost_and_the_weights_are_those_of_a_quiet_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [200, pytest.param(2000, marks=pytest.mark.soak)])
+def test_killed_at_random_moments_no_entry_is_lost_and_the_weights_are_those_of_a_quiet_run(kills: int, tmp_path: Path) -> None:
     """Half of the runs save in the background. Every entry found after a kill verifies, and the newest never gets older."""
-    found = scenario("kill", tmp_path / "run", KILLS)
+    found = scenario("kill", tmp_path / "run", kills)
     assert found["lost"] == 0
     assert found["equal"]
     assert found["leftovers"] == []
-    assert found["inside a save"] > KILLS // 10  # the kills did hit saves and rotations
-    assert found["steps"] > KILLS // 20
+    assert found["inside a save"] > kills // 10  # the kills did hit saves and rotations
+    assert found["steps"] > kills // 20
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="may not mount a small file system")
@@ -65,21 +66,22 @@ def test_missing_rights_are_said_and_leave_earlier_entries_whole() -> None:
     assert (found["whole"], found["files"]) == ([1], ["checkpoint_1"])
 
 
+@pytest.mark.parametrize("steps", [300, pytest.param(5000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_long_run_keeps_memory_and_descriptors_flat(background: bool, tmp_path: Path) -> None:
-    """Saves every other step; `TOC_SOAK_STEPS` makes it as long as wanted (the soak environment runs thousands)."""
+def test_a_long_run_keeps_memory_and_descriptors_flat(background: bool, steps: int, tmp_path: Path) -> None:
+    """Saves at every other step."""
     psutil = pytest.importorskip("psutil")
     process, setup = psutil.Process(), plain()
     feed = Feed(data())
     manager = toc.CheckpointManager(tmp_path, max_num_checkpoints=2, async_save=background, durable=False)
     memory, descriptors = [], []
-    for step in range(1, SOAK + 1):
+    for step in range(1, steps + 1):
         setup.loss(next(feed)).backward()
         setup.optimizer.step()
         setup.optimizer.zero_grad()
         if step % 2 == 0:
             manager.save(step, setup.model, setup.optimizer, data=feed, metrics={"loss": 1.0})
-        if step % (SOAK // 10) == 0:
+        if step % (steps // 10) == 0:
             manager.wait()
             memory.append(process.memory_info().rss)
             descriptors.append(process.num_fds())

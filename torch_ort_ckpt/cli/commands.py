@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 
 from ..averaging import average
 from ..comparison import diff
 from ..conversion import convert
 from ..dtypes import TORCH_FROM_ONNX, short_name
-from ..errors import CheckpointError, printable
-from ..formats import FORMATS, format_for, save
+from ..errors import CheckpointError
+from ..formats import FORMATS, detect, format_for, save
 from ..integrity import verify
-from ..state import CheckpointState, format_bytes
+from ..state import format_bytes
 from ..summary import Summary, TensorSummary, summarize
-from . import training
+from . import completion, ranks, training
 from .output import console, print_json, print_line, progress_bar, table
+from .writing import add_writing, command, contents, escaped, size_of, writing_options
 
 _DTYPES = {short_name(dtype): dtype for dtype in TORCH_FROM_ONNX.values() if dtype.is_floating_point}
 _DTYPES |= {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -34,20 +37,18 @@ def add_all(subparsers: Any) -> None:
     _add_diff(subparsers)
     _add_verify(subparsers)
     _add_average(subparsers)
+    ranks.add_merge(subparsers)
+    ranks.add_split(subparsers)
     training.add_all(subparsers)
-
-
-def _command(subparsers: Any, name: str, run: Any, summary: str, **more: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **more)
-    parser.set_defaults(run=run)
-    return parser
+    _add_demo(subparsers)
+    completion.add(subparsers)
 
 
 # inspect
 
 
 def _add_inspect(subparsers: Any) -> None:
-    parser = _command(subparsers, "inspect", run_inspect, "Show what is in a checkpoint: tensors, optimizer state, properties, statistics.")
+    parser = command(subparsers, "inspect", run_inspect, "Show what is in a checkpoint: tensors, optimizer state, properties, statistics.")
     parser.add_argument("path")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
     parser.add_argument("--no-stats", action="store_true", help="structure only: does not read the tensors' data")
@@ -55,7 +56,7 @@ def _add_inspect(subparsers: Any) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    with progress_bar("reading", _size_of(options.path)) as advance:
+    with progress_bar("reading", size_of(options.path)) as advance:
         found = summarize(options.path, format=options.format, statistics=not options.no_stats, progress=advance)
     if options.json:
         print_json({**dataclasses.asdict(found), "total_bytes": found.total_bytes})
@@ -63,7 +64,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     out = console()
     version = f" version {found.format_version}" if found.format_version else ""
     nominal = ", nominal (no data)" if found.nominal else ""
-    print_line(f"[bold]{_escape(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors\n")
+    print_line(f"[bold]{escaped(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors")
+    print_line(f"readable as it is by {found.read_by}\n")
     if found.tensors:
         out.print(_tensor_table(found))
     if found.groups:
@@ -111,29 +113,8 @@ def _tensor_row(item: TensorSummary, with_numbers: bool) -> list[str]:
 # convert, upgrade
 
 
-def _add_writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
-    parser.add_argument("--no-fsync", action="store_true", help="do not wait for the medium: faster, not safe against power loss")
-    parser.add_argument(
-        "--external-data", action=argparse.BooleanOptionalAction, default=None, help="ort: tensor data in DST.data (default: by size)"
-    )
-    parser.add_argument(
-        "--groups", choices=("single", "merge", "keep"), help="ort: several optimizer groups: refuse, fold into one, or keep"
-    )
-    parser.add_argument("--max-shard-size", type=_parse_size, metavar="SIZE", help="safetensors: start a new file beyond this (e.g. 2GB)")
-
-
-def _writing_options(options: argparse.Namespace, target: str) -> dict[str, Any]:
-    owners = {"external_data": "ort", "groups": "ort", "version": "ort", "max_shard_size": "safetensors"}
-    chosen = {name: getattr(options, name, None) for name in owners}
-    for name, value in chosen.items():
-        if value is not None and owners[name] != target:
-            raise CheckpointError(f"--{name.replace('_', '-')} is for format {owners[name]!r}, the destination is {target!r}")
-    return {name: value for name, value in chosen.items() if value is not None}
-
-
 def _add_convert(subparsers: Any) -> None:
-    parser = _command(subparsers, "convert", run_convert, "Convert a checkpoint to another format, and verify it by reading it back.")
+    parser = command(subparsers, "convert", run_convert, "Convert a checkpoint to another format, and verify it by reading it back.")
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("destination", metavar="DST", help="its suffix chooses the format: .safetensors, .pt, .bin, .ckpt, none for ort")
     parser.add_argument("--to", choices=FORMATS, help="format of DST, where the name does not say")
@@ -146,8 +127,9 @@ def _add_convert(subparsers: Any) -> None:
     parser.add_argument("--mixed-precision", action="store_true", help="write the half-precision aliases too")
     parser.add_argument("--upcast-half", action="store_true", help="give weights that exist only as <w>_fp16 an fp32 master")
     parser.add_argument("--version", type=int, choices=(1, 2), help="ort: 1 for devices on ORT 1.16 / 1.17, 2 (default) for 1.18 and later")
+    parser.add_argument("--model", metavar="ONNX", help="onnx: the model whose initializers take the weights (default: DST itself)")
     parser.add_argument("--no-verify", action="store_true", help="do not read the result back")
-    _add_writing(parser)
+    add_writing(parser)
 
 
 def run_convert(options: argparse.Namespace) -> int:
@@ -162,28 +144,32 @@ def run_convert(options: argparse.Namespace) -> int:
         include_mixed_precision=options.mixed_precision,
         upcast_half=options.upcast_half,
         verify=not options.no_verify,
-        **_writing_options(options, target),
+        **writing_options(options, target),
     )
 
 
 def _add_upgrade(subparsers: Any) -> None:
-    parser = _command(subparsers, "upgrade", run_upgrade, "Turn an old checkpoint into one that current ORT (1.18 and later) reads.")
+    parser = command(subparsers, "upgrade", run_upgrade, "Turn an old checkpoint into one that current ORT (1.18 and later) reads.")
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("destination", metavar="DST", nargs="?", help="default: SRC itself, with --overwrite")
-    _add_writing(parser)
+    add_writing(parser)
 
 
 def run_upgrade(options: argparse.Namespace) -> int:
+    if options.destination is None and os.path.isdir(options.source):
+        raise CheckpointError("a folder, which a file can't replace", path=options.source, remedy="Say where the upgraded file goes: DST.")
     options.destination = options.destination or options.source
-    return _convert(options, to="ort", include_mixed_precision=True, **_writing_options(options, "ort"))
+    # Aliases follow from their masters, and ORT's Python loader refuses half precision: only a file of its own generation keeps them.
+    aliases = detect(options.source) == "ort"
+    return _convert(options, to="ort", include_mixed_precision=aliases, **writing_options(options, "ort"))
 
 
 def _convert(options: argparse.Namespace, **more: Any) -> int:
-    with progress_bar("writing", _size_of(options.source)) as advance:
+    with progress_bar("writing", size_of(options.source)) as advance:
         state = convert(
             options.source, options.destination, overwrite=options.overwrite, durable=not options.no_fsync, progress=advance, **more
         )
-    print_line(f"{_escape(options.destination)}: {more['to']}, {_contents(state)}")
+    print_line(f"{escaped(options.destination)}: {more['to']}, {contents(state)}")
     return 0
 
 
@@ -191,7 +177,7 @@ def _convert(options: argparse.Namespace, **more: Any) -> int:
 
 
 def _add_diff(subparsers: Any) -> None:
-    parser = _command(
+    parser = command(
         subparsers, "diff", run_diff, "Show what differs between two checkpoints, and by how much. Exit code 1 when they differ."
     )
     parser.add_argument("a")
@@ -202,7 +188,8 @@ def _add_diff(subparsers: Any) -> None:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    report = diff(options.a, options.b, atol=options.atol, rtol=options.rtol)
+    with progress_bar("comparing", size_of(options.a) + size_of(options.b)) as advance:
+        report = diff(options.a, options.b, atol=options.atol, rtol=options.rtol, progress=advance)
     if options.json:
         print_json(report.to_json())
     elif report.equal:
@@ -226,7 +213,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def _add_verify(subparsers: Any) -> None:
-    parser = _command(
+    parser = command(
         subparsers, "verify", run_verify, "Check that checkpoints are whole and free of NaN and infinity. Exit code 1 when not."
     )
     parser.add_argument("paths", nargs="+", metavar="PATH")
@@ -237,7 +224,7 @@ def _add_verify(subparsers: Any) -> None:
 def run_verify(options: argparse.Namespace) -> int:
     results = []
     for path in options.paths:
-        with progress_bar("verifying", _size_of(path)) as advance:
+        with progress_bar("verifying", size_of(path)) as advance:
             results.append(verify(path, repair=options.repair, progress=advance))
     if options.json:
         print_json([{**dataclasses.asdict(result), "ok": bool(result)} for result in results])
@@ -245,32 +232,49 @@ def run_verify(options: argparse.Namespace) -> int:
         for result in results:
             repaired = ", repaired" if result.repaired else ""
             if result:
-                print_line(f"{_escape(result.path)}: ok ({result.format}, {result.tensors} tensors{repaired})")
+                print_line(f"{escaped(result.path)}: ok ({result.format}, {result.tensors} tensors{repaired})")
             for problem in result.problems:
-                print_line(f"[red]{_escape(result.path)}[/]: {_escape(problem)}")
+                print_line(f"[red]{escaped(result.path)}[/]: {escaped(problem)}")
     return 0 if all(results) else 1
 
 
 def _add_average(subparsers: Any) -> None:
-    parser = _command(subparsers, "average", run_average, "Average checkpoints (federated averaging) in the memory of one model.")
+    parser = command(subparsers, "average", run_average, "Average checkpoints (federated averaging) in the memory of one model.")
     parser.add_argument("paths", nargs="+", metavar="PATH")
     parser.add_argument("-o", "--output", required=True, metavar="DST")
     parser.add_argument(
         "--weights", type=_parse_weights, metavar="W,W,...", help="e.g. the number of samples behind each; default: all equal"
     )
     parser.add_argument("--to", choices=FORMATS, help="format of DST, where the name does not say")
-    _add_writing(parser)
+    add_writing(parser)
 
 
 def run_average(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.output)
-    more = _writing_options(options, target)
+    more = writing_options(options, target)
     if not options.overwrite and os.path.lexists(options.output):
         raise CheckpointError("exists already", path=options.output, remedy="Pass --overwrite to replace it.")
-    with progress_bar("averaging", sum(map(_size_of, options.paths))) as advance:
+    with progress_bar("averaging", sum(map(size_of, options.paths))) as advance:
         state = average(options.paths, options.weights, progress=advance)
     save(state, options.output, format=target, overwrite=options.overwrite, durable=not options.no_fsync, **more)
-    print_line(f"{_escape(options.output)}: average of {len(options.paths)}, {_contents(state)}")
+    print_line(f"{escaped(options.output)}: average of {len(options.paths)}, {contents(state)}")
+    return 0
+
+
+def _add_demo(subparsers: Any) -> None:
+    parser = command(subparsers, "demo", run_demo, "Export, train with ORT, convert to PyTorch and safetensors and back, on built-in data.")
+    parser.add_argument("folder", nargs="?", help="where to leave the files; default: a temporary folder")
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    from ..demo import demo
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-")))
+        rows = [dataclasses.astuple(row) for row in demo(folder)]
+    console().print(table("What was done", ("stage", "by", "files", "result"), rows))
+    if options.folder:
+        print_line(f"\nThe files are in {escaped(options.folder)}: try `torch-ort-ckpt inspect {escaped(options.folder)}/trained`.")
     return 0
 
 
@@ -281,36 +285,6 @@ def _parse_weights(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 100,250,80") from error
 
 
-def _parse_size(text: str) -> int:
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-    number = text.rstrip("KMGIBkmgib")
-    try:
-        size = int(float(number) * units[text[len(number) :].strip().upper()])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 2GiB") from error
-    if size <= 0:
-        raise argparse.ArgumentTypeError("a size must be positive")
-    return size
-
-
-def _size_of(path: str) -> int:
-    """Bytes on disk, for progress bars; 0 (unknown) where it can't be told."""
-    try:
-        if os.path.isdir(path):
-            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-        return os.path.getsize(path) + (os.path.getsize(f"{path}.data") if os.path.exists(f"{path}.data") else 0)
-    except OSError:
-        return 0
-
-
 def _shortened(value: object, limit: int = 200) -> str:
     text = str(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
-
-
-def _escape(text: str) -> str:
-    return escape(printable(text))
-
-
-def _contents(state: CheckpointState) -> str:
-    return _escape(repr(state).removeprefix("CheckpointState(").removesuffix(")"))

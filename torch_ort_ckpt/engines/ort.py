@@ -12,14 +12,16 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import onnx
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..artifacts import Artifacts
-from ..dtypes import short_name
-from ..errors import CheckpointError, MissingDependencyError, MissingFileError, UnsupportedError
+from ..errors import MissingFileError, UnsupportedError
 from ..graphs import (
     ACCUMULATION_BUFFER,
+    ACCUMULATION_OUTPUT,
+    LAZY_RESET,
     TensorSpec,
     add_shape_outputs,
     batch_norms,
@@ -29,12 +31,10 @@ from ..graphs import (
     model_bytes,
     refuse_crashes,
 )
-from ..runtime.dlpack import as_input, from_ort, to_ort
-from ..state import split_half_suffix
 from . import EngineOptions, Tensors, cuda
+from .dlpack import to_ort
 from .gradients import GradientBuffer, GradientPool, Lease
-
-__all__ = ["OrtEngine", "describe_session"]
+from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 
 
 class OrtEngine:
@@ -49,15 +49,16 @@ class OrtEngine:
         self._training: _TrainingGraph | None = None
         self._eval: _EvalGraph | None = None
         if options.device.type == "cuda":
-            device = cuda.check(options.device, _import_onnxruntime().get_available_providers())
+            device = cuda.check(options.device, import_onnxruntime().get_available_providers())
             self.options = dataclasses.replace(options, device=device)
         elif options.device.type != "cpu":
             raise UnsupportedError(f"ONNX Runtime runs on cpu and cuda, not on {options.device}", remedy='Use engine="torch".')
-        _import_onnxruntime()
+        import_onnxruntime()
 
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         graph = self.training_graph()
         trainable = [parameters[index] for index in graph.trainable]
+        trainable += [inputs[index] for index, _ in graph.input_gradients]
         outputs: tuple[torch.Tensor, ...] = _Gradients.apply(graph, inputs, parameters, seed, *trainable)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return outputs
 
@@ -99,7 +100,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _TrainingGraph, inputs: Tensors, parameters: Tensors, seed: int | None, *trainable: Any) -> Any:
         ctx.buffer, ctx.lease, outputs = graph.run(inputs, parameters, seed)
-        ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable]
+        ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable[: len(graph.trainable)]]
+        ctx.input_gradients = [outputs[position] for _, position in graph.input_gradients]
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
@@ -125,6 +127,8 @@ class _Gradients(torch.autograd.Function):
         gradients = buffer.views(flats)
         if ctx.dtypes is not None:
             gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        if ctx.input_gradients:
+            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.input_gradients)]
         if not all(needed):
             gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
@@ -132,98 +136,41 @@ class _Gradients(torch.autograd.Function):
         return (None, None, None, None, *gradients)
 
 
-class _Session:
-    """One InferenceSession and which of its inputs are the user's, which parameters, and which half-precision aliases of parameters."""
-
-    def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
-        self.session = make_session(model, options)
-        self.device = options.device
-        self.stream = cuda.current_stream(options.device) if options.device.type == "cuda" else None
-        self.run_options = cuda.run_options(_import_onnxruntime()) if self.stream is not None else None
-        self.specs = list(artifacts.parameters.values())
-        self.inputs = [spec.name if spec.name in names else None for spec in artifacts.inputs]
-        self.parameters = [(index, name) for index, name in enumerate(artifacts.parameters) if name in names]
-        order = list(artifacts.parameters)
-        self.aliases = [
-            (order.index(master), alias, split_half_suffix(alias)[1]) for alias, master in artifacts.aliases.items() if alias in names
-        ]
-
-
-class Binding:
-    """An IOBinding that remembers what it is bound to, and binds again only what has moved."""
-
-    def __init__(self, owner: _Session, outputs: Sequence[str]) -> None:
-        from onnxruntime.capi import _pybind_state as ort
-
-        self.owner = owner
-        self.io = ort.SessionIOBinding(owner.session._sess)
-        for name in outputs:
-            self.io.bind_output(name, _ort_device(owner.device))
-        self._count = len(outputs)
-        self._indices = [index for index, _ in owner.parameters]
-        self._all = self._indices == list(range(len(owner.specs)))
-        self._pointers: list[int] = [-1] * len(self._indices)
-        self._aliases: list[torch.Tensor] | None = None
-
-    def bind(self, inputs: Tensors, parameters: Tensors) -> None:
-        for name, value in zip(self.owner.inputs, inputs, strict=True):
-            if name is not None:
-                self.io.bind_ortvalue_input(name, to_ort(as_input(value)))
-        tensors = parameters if self._all else [parameters[index] for index in self._indices]
-        # A parameter may have been swapped for a transposed view of itself: same pointer, other meaning.
-        pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
-        if pointers != self._pointers:
-            for position, (old, new) in enumerate(zip(self._pointers, pointers, strict=True)):
-                if old != new or not new:
-                    index, name = self.owner.parameters[position]
-                    self.io.bind_ortvalue_input(name, to_ort(as_input(_checked(tensors[position], self.owner.specs[index]))))
-            self._pointers = [pointer or -1 for pointer in pointers]
-        if self.owner.aliases:
-            self._refresh_aliases(parameters)
-
-    def run(self) -> list[torch.Tensor]:
-        """Execute; returns the outputs named at construction, in memory of their own."""
-        try:
-            if self.owner.stream is None:
-                self.owner.session._sess.run_with_iobinding(self.io, None)
-            else:
-                with cuda.ordered(self.owner.stream):
-                    self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options)
-        except ort_errors() as error:
-            raise CheckpointError(f"ONNX Runtime could not run the graph: {error}") from error
-        values = self.io.get_outputs()
-        return [from_ort(values[index]) for index in range(self._count)]
-
-    def _refresh_aliases(self, parameters: Tensors) -> None:
-        """Half-precision aliases follow their masters, whoever changed them since the last run."""
-        masters = [parameters[index].detach() for index, _, _ in self.owner.aliases]
-        if self._aliases is None:
-            self._aliases = [master.to(dtype) for master, (_, _, dtype) in zip(masters, self.owner.aliases, strict=True)]
-            for alias, (_, name, _) in zip(self._aliases, self.owner.aliases, strict=True):
-                self.io.bind_ortvalue_input(name, to_ort(alias))
-        torch._foreach_copy_(self._aliases, masters)
-
-
-class _TrainingGraph(_Session):
+class _TrainingGraph(GraphSession):
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         if artifacts.training_path is None:
             raise MissingFileError("no training_model", path=artifacts.folder, remedy="Call model.eval() to run the eval graph.")
-        model = artifacts.training
-        if model is None:
-            raise UnsupportedError("a training model in .ort format", path=artifacts.training_path, remedy="Use training_model.onnx.")
-        refuse_crashes(model, options.dimensions, artifacts.training_path)
-        norms = batch_norms(model) if options.device.type == "cpu" else []
-        gradients = direct_gradient_names(model)
-        changed = direct_gradients(fix_dimensions(model, options.dimensions))
-        shapes = add_shape_outputs(changed, [norm.source for norm in norms])
-        super().__init__(model_bytes(changed, artifacts.training_path), artifacts, options, {value.name for value in changed.graph.input})
         order = list(artifacts.parameters)
         self.trainable = [order.index(name) for name in artifacts.trainable]
-        self.gradients = [gradients[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
         self.gradient_specs = [_fixed(spec, artifacts) for spec in artifacts.gradients.values()]
-        self.outputs = [*(spec.name for spec in artifacts.outputs), *shapes]
-        self.statistics = [(order.index(norm.variance), norm.momentum) for norm in norms]
+        self.outputs = [spec.name for spec in artifacts.outputs]
+        names = [spec.name for spec in artifacts.inputs]
+        self.input_gradients = [(names.index(name), self.outputs.index(output)) for name, output in artifacts.input_gradients.items()]
+        self.statistics: list[tuple[int, float]] = []
+        # What writes a gradient: an output of its own, or (in a `.ort` model, which can't be changed) its accumulation buffer.
+        self.gradients: list[str] = []
+        self.buffers: list[str] = []
+        if artifacts.training is None:
+            self.buffers = [spec.name for spec in artifacts.gradients.values()]
+            super().__init__(str(artifacts.training_path), artifacts, options, {spec.name for spec in artifacts.training_inputs})
+        else:
+            model = self._prepared(artifacts.training, artifacts, options)
+            source = model_bytes(model, artifacts.training_path)
+            super().__init__(source, artifacts, options, {value.name for value in model.graph.input})
         self.pool = GradientPool(self._new_buffer)
+
+    def _prepared(self, model: onnx.ModelProto, artifacts: Artifacts, options: EngineOptions) -> onnx.ModelProto:
+        """The training graph as it is run: checked, with fixed dimensions, and with gradients as outputs."""
+        refuse_crashes(model, options.dimensions, artifacts.training_path)
+        names = direct_gradient_names(model)
+        self.gradients = [names[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
+        changed = direct_gradients(fix_dimensions(model, options.dimensions))
+        if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
+            order = list(artifacts.parameters)
+            norms = batch_norms(model)
+            self.statistics = [(order.index(norm.variance), norm.momentum) for norm in norms]
+            self.outputs += add_shape_outputs(changed, [norm.source for norm in norms])
+        return changed
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
         buffer, lease = self.pool.take()
@@ -253,13 +200,20 @@ class _TrainingGraph(_Session):
     def _new_buffer(self) -> GradientBuffer:
         buffer = GradientBuffer(self.gradient_specs, self.device)
         binding = Binding(self, self.outputs)
-        for name, view in zip(self.gradients, buffer.views(buffer.lease()), strict=True):
-            binding.io.bind_ortvalue_output(name, to_ort(view))
+        views = buffer.views(buffer.lease())
+        for name, view in zip(self.gradients or self.buffers, views, strict=True):
+            if self.gradients:
+                binding.io.bind_ortvalue_output(name, to_ort(view))
+            else:
+                binding.io.bind_ortvalue_input(name, to_ort(view))
+                binding.io.bind_output(name.removesuffix(ACCUMULATION_BUFFER) + ACCUMULATION_OUTPUT, ort_device(torch.device("cpu")))
+        if self.buffers:  # adding up is PyTorch's business: every run overwrites its buffer
+            binding.io.bind_ortvalue_input(LAZY_RESET, to_ort(torch.ones(1, dtype=torch.bool, device=self.device)))
         buffer.binding = binding
         return buffer
 
 
-class _EvalGraph(_Session):
+class _EvalGraph(GraphSession):
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         if artifacts.eval_path is None:
             raise MissingFileError(
@@ -281,99 +235,8 @@ class _EvalGraph(_Session):
         return tuple(outputs)
 
 
-def make_session(model: bytes | str, options: EngineOptions) -> Any:
-    """An InferenceSession with the settings a training loop needs."""
-    onnxruntime = _import_onnxruntime()
-    settings = options.session_options or onnxruntime.SessionOptions()
-    if options.session_options is None:
-        settings.log_severity_level = 3
-        # Spinning ORT threads and PyTorch's OpenMP threads would take the cores from each other.
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if options.threads is not None:
-            settings.intra_op_num_threads = options.threads
-    # Packed copies of the weights would go stale with the first optimizer step.
-    settings.add_session_config_entry("session.disable_prepacking", "1")
-    for name, size in options.dimensions.items():
-        settings.add_free_dimension_override_by_name(name, size)
-    try:
-        if options.device.type != "cuda":
-            return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
-        stream = cuda.current_stream(options.device).cuda_stream
-        chosen = cuda.provider_options(options.device, stream, options.provider_options)
-        session = onnxruntime.InferenceSession(model, settings, providers=[(cuda.PROVIDER, chosen), "CPUExecutionProvider"])
-        cuda.loaded(session.get_providers())
-        return session
-    except ort_errors() as error:
-        path = model if isinstance(model, str) else None
-        raise CheckpointError(f"ONNX Runtime refuses the graph: {error}", path=path) from error
-
-
-def describe_session(path: str, side: str) -> list[TensorSpec]:
-    """Inputs or outputs of a model that only ORT can read (`.ort`)."""
-    session = make_session(path, EngineOptions())
-    found = session.get_inputs() if side == "input" else session.get_outputs()
-    return [
-        TensorSpec(value.name, _DTYPES.get(value.type), tuple(size if size is not None else "?" for size in value.shape)) for value in found
-    ]
-
-
-def ort_errors() -> tuple[type[Exception], ...]:
-    """ORT's exceptions have no common root but `Exception`."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    names = ("EPFail", "EngineError", "Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "ModelLoaded", "NoModel", "NoSuchFile")
-    own = [getattr(state, name) for name in (*names, "NotImplemented", "RuntimeException") if hasattr(state, name)]
-    return (RuntimeError, ValueError, *own)
-
-
-def set_seed(seed: int) -> None:
-    """Every random number ORT draws next follows from this (process-wide)."""
-    import onnxruntime
-
-    onnxruntime.set_seed(seed)
-
-
-_DTYPES = {
-    "tensor(float)": torch.float32,
-    "tensor(float16)": torch.float16,
-    "tensor(bfloat16)": torch.bfloat16,
-    "tensor(double)": torch.float64,
-    "tensor(int64)": torch.int64,
-    "tensor(int32)": torch.int32,
-    "tensor(uint8)": torch.uint8,
-    "tensor(bool)": torch.bool,
-}
-
-
 def _fixed(spec: TensorSpec, artifacts: Artifacts) -> tuple[torch.dtype, tuple[int, ...]]:
     shape = tuple(size for size in spec.shape or () if isinstance(size, int))
     if spec.dtype is None or spec.shape is None or len(shape) != len(spec.shape):
         raise UnsupportedError("a gradient without a fixed shape", path=artifacts.training_path, field=spec.name)
     return spec.dtype, shape
-
-
-def _checked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if tensor.dtype != spec.dtype and spec.dtype is not None:
-        raise UnsupportedError(
-            f"is {short_name(tensor.dtype)} now, the graph computes with {short_name(spec.dtype)}",
-            field=spec.name,
-            remedy=f"Call model.to(torch.{short_name(spec.dtype)}); for half precision export the artifacts so.",
-        )
-    return tensor
-
-
-def _ort_device(device: torch.device) -> Any:
-    from onnxruntime.capi import _pybind_state as ort
-
-    kind = ort.OrtDevice.cuda() if device.type == "cuda" else ort.OrtDevice.cpu()
-    return ort.OrtDevice(kind, ort.OrtDevice.default_memory(), device.index or 0)
-
-
-def _import_onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"ONNX Runtime is not installed ({error})", remedy='pip install "torch-ort-ckpt[ort]", or use engine="torch".'
-        ) from error
-    return onnxruntime

@@ -55,7 +55,7 @@ class GraphUpdater:
         self._lists: dict[str, dict[tuple[int, ...], list[Any]]] = {}
 
     def apply(self, update: Update) -> bool:
-        from .ort import ort_errors
+        from .sessions import ort_errors
 
         feeds: dict[str, Any] = {
             "learning_rate": np.array([update.lr], np.float32),
@@ -70,28 +70,33 @@ class GraphUpdater:
             (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
-        torch.autograd.graph.increment_version([*update.parameters, *update.first, *update.second])
+        torch.autograd.graph.increment_version(update.parameters)
         return bool(np.asarray(updated).reshape(-1)[0])
 
     def _session(self, spec: OptimizerSpec) -> Any:
         """Hyper-parameters are attributes of the graph: other values need another session (a small one)."""
-        from .ort import make_session
+        from .sessions import make_session
 
         if spec not in self._sessions:
             if len(self._sessions) >= 16:
                 self._sessions.clear()
-            model = self._artifacts.optimizer
+            model, path = self._artifacts.optimizer, self._artifacts.optimizer_path
+            built_in = spec == self._artifacts.optimizer_spec
             if model is None:
-                raise UnsupportedError("an optimizer graph in .ort format", remedy="Keep optimizer_model.onnx.")
-            if spec != self._artifacts.optimizer_spec:
-                model = with_hyperparameters(model, spec)
-            self._sessions[spec] = make_session(model_bytes(model, self._artifacts.optimizer_path), self._options)
+                if not built_in:
+                    raise UnsupportedError(
+                        "hyper-parameters can't be changed in a .ort graph", path=path, remedy="Use optimizer_model.onnx."
+                    )
+                self._sessions[spec] = make_session(str(path), self._options)
+            else:
+                source = with_boolean_flag(model if built_in else with_hyperparameters(model, spec))
+                self._sessions[spec] = make_session(model_bytes(source, path), self._options)
         return self._sessions[spec]
 
     def _arrays(self, role: str, tensors: Tensors) -> list[Any]:
         """Arrays over the tensors' memory. They hold no reference (a held gradient could not be reused), so they are only ever used
         for live tensors at the same addresses."""
-        pointers = tuple(tensor.data_ptr() for tensor in tensors)
+        pointers = tuple([tensor.data_ptr() for tensor in tensors])  # a list first: twice as fast as a generator
         known = self._lists.setdefault(role, {})
         if pointers not in known:
             if len(known) >= 4:
@@ -150,6 +155,19 @@ def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.Mo
             kept = [item for item in node.attribute if item.name not in values]
             del node.attribute[:]
             node.attribute.extend([*kept, *(onnx.helper.make_attribute(name, float(value)) for name, value in values.items())])
+    return changed
+
+
+def with_boolean_flag(model: onnx.ModelProto) -> onnx.ModelProto:
+    """ORT 1.14 and 1.15 declared the output that says whether an update took place as int64; later releases refuse such a graph."""
+    flags = {node.output[0] for node in model.graph.node if node.op_type == "AdamWOptimizer"}
+    if not any(value.name in flags and value.type.tensor_type.elem_type == onnx.TensorProto.INT64 for value in model.graph.output):
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in changed.graph.output:
+        if value.name in flags:
+            value.type.tensor_type.elem_type = onnx.TensorProto.BOOL
     return changed
 
 

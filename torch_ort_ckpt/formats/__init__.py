@@ -7,6 +7,7 @@ A format module has
 - `write(state, path, *, durable, progress, **options) -> None`: the state is already reduced to what the caller asked for
   (`include_optimizer`, `include_mixed_precision`). Read-only formats have none.
 - `SUFFIXES`: what `format_for` recognises in a destination's name.
+- `READ_BY`: the ORT releases that read it, where there are any.
 
 Modules are imported when first needed, so that optional packages stay optional.
 """
@@ -14,31 +15,47 @@ Modules are imported when first needed, so that optional packages stay optional.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import importlib
 import inspect
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
+from ..aggregation import merge_ranks
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
+from ..folders import surviving
 from ..names import check_aliases
+from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
 
-FORMATS: tuple[str, ...] = ("ort", "safetensors", "torch", "dcp")
+FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
+
+_FOLDERS = ("pbseq", "runner", "dcp")
+"""Formats whose checkpoints are folders, always."""
 
 
 def detect(path: PathLike) -> str:
-    """Which format this file or folder is in, from its content."""
-    place = Path(path)
-    if not place.exists():
-        raise MissingFileError("no such file or folder", path=path)
-    for name in FORMATS:
-        if module(name).matches(place):
-            return name
+    """Which format this file or folder is in, from its content. For a folder of rank files: theirs."""
+    place = surviving(path)
+    try:
+        mode = place.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError("no such file or folder", path=path) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a FIFO would wait for a writer
+        raise CheckpointError("neither a regular file nor a folder", path=path)
+    if (name := _match(place)) is not None:
+        return name
+    kinds = {kind for _, kind in _members(place)}
+    if len(kinds) == 1:
+        return kinds.pop()
     raise CheckpointError(
         "not a checkpoint in any known format", path=path, remedy=f"If you know better, pass format= one of {', '.join(FORMATS)}."
     )
@@ -47,19 +64,44 @@ def detect(path: PathLike) -> str:
 def load(
     path: PathLike | Sequence[PathLike], format: str | None = None, mmap: bool = True, *, strict: bool = False, **options: Any
 ) -> CheckpointState:
-    """Read a checkpoint of any format.
+    """Read a checkpoint of any format. A list, a folder or a glob of rank files is read as one state (see `merge`).
 
     With `mmap=True` tensors alias the mapped file copy-on-write: nothing is read until touched, the file never changes, and a file that
     is renamed or deleted keeps serving. A file that another program overwrites *in place* (ORT does) does not: use `mmap=False` then.
     `strict=True` turns a half-precision alias that disagrees with its master into an error. Other options belong to the format.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise UnsupportedError("a list of paths is a rank set, which this format does not have", remedy="Pass one path.")
-    name = format or detect(path)
-    state: CheckpointState = _call(module(name).read, name, Path(path), mmap=mmap, **options)
+    ranks = _ranks(path, format)
+    if ranks is None:
+        place = surviving(cast(PathLike, path))
+        name = format or detect(place)
+        state: CheckpointState = _call(module(name).read, name, place, mmap=mmap, **options)
+    else:
+        state = _load_ranks(path, ranks, format=format, mmap=mmap, **options)
     if strict:
-        check_aliases(state, path=path)
+        check_aliases(state, path=path if isinstance(path, (str, os.PathLike)) else None)
     return state
+
+
+def merge(
+    states_or_paths: Sequence[CheckpointState | PathLike],
+    *,
+    stages: bool = False,
+    format: str | None = None,
+    mmap: bool = True,
+    **options: Any,
+) -> CheckpointState:
+    """One state from all ranks of a partitioned set (ZeRO, Megatron, pipeline stages), in any order, with the memory of one rank besides.
+
+    Ranks know their place. `stages=True` is for pipeline stages that do not: they are taken in the order given.
+    """
+
+    def source(item: CheckpointState | PathLike) -> Callable[[], CheckpointState]:
+        if isinstance(item, CheckpointState):
+            return lambda: item
+        return lambda: load(item, format, mmap, **options)
+
+    labels = [f"state {n}" if isinstance(item, CheckpointState) else os.fspath(item) for n, item in enumerate(states_or_paths)]
+    return merge_ranks([source(item) for item in states_or_paths], labels, stages=stages)
 
 
 def save(
@@ -108,11 +150,58 @@ def format_for(path: PathLike) -> str:
     raise CheckpointError("can't tell a format from this name", path=path, remedy=f"Pass format= (--to) one of {', '.join(FORMATS)}.")
 
 
+def read_by(name: str, version: int | None = None) -> str:
+    """The ORT releases that read this format (and version of it) as it is."""
+    return str(getattr(module(name), "VERSIONS", {}).get(version) or getattr(module(name), "READ_BY", "no release of ORT"))
+
+
 def module(name: str) -> ModuleType:
     """The format's module, imported on first use."""
     if name not in FORMATS:
         raise CheckpointError(f"unknown format {name!r}", remedy=f"Known: {', '.join(FORMATS)}.")
     return importlib.import_module(f".{name}", __name__)
+
+
+def _ranks(path: PathLike | Sequence[PathLike], format: str | None) -> list[PathLike] | None:
+    """The files of a rank set; None for a single checkpoint."""
+    if not isinstance(path, (str, os.PathLike)):
+        return list(path)
+    place = surviving(path)
+    if os.path.isdir(place):
+        if format in _FOLDERS or _match(place) is not None:
+            return None
+        members = [member for member, kind in _members(place) if format in (None, kind)]
+        return [*members] if len({kind for _, kind in _members(place)}) == 1 else None
+    pattern = os.fspath(path)
+    if glob.has_magic(pattern) and not os.path.lexists(pattern) and (found := sorted(glob.glob(pattern))):
+        return [*found]
+    return None
+
+
+def _load_ranks(path: PathLike | Sequence[PathLike], ranks: list[PathLike], **options: Any) -> CheckpointState:
+    single = isinstance(path, (str, os.PathLike))
+    if single and len(ranks) == 1:
+        state = load(ranks[0], **options)
+        if WORLD_RANK not in state.properties:  # a folder with one whole checkpoint in it
+            return state
+    try:
+        return merge(ranks, **options)
+    except CheckpointError as error:
+        if error.path is None and isinstance(path, (str, os.PathLike)):
+            error.path = os.fspath(path)
+        raise
+
+
+def _match(place: Path) -> str | None:
+    return next((name for name in FORMATS if module(name).matches(place)), None)
+
+
+def _members(folder: Path) -> list[tuple[Path, str]]:
+    """The checkpoints in a folder, with their formats. Hidden files are temporaries of saves."""
+    if not os.path.isdir(folder):
+        return []
+    places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
+    return [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
 
 
 def _call(function: Any, name: str, *args: Any, **options: Any) -> Any:

@@ -7,12 +7,10 @@ Folders that others wrote are read too: their `model.` (or `state_dict.`) tensor
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import os
 import pickle
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import folders
 from ..bridge import TO_ORT_MOMENTS
 from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from ..folders import atomic_folder
 from ..names import split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, nbytes
-from ..storage import Progress, directory_lock, fsync_directory, save_error, warn
+from ..storage import Progress, save_error, warn
 from .notes import describe, rebuild
 
 SUFFIXES = (".dcp", ".distcp")
@@ -63,30 +63,49 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     content = _flatten(state, path)
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    target = Path(os.path.realpath(path))
-    folder = _agreed(target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"))
-    done = False
+    first, alone = not dist.is_initialized() or dist.get_rank() == 0, not dist.is_initialized()
     try:
-        writer = FileSystemWriter(folder, sync_files=durable)
-        save(content, storage_writer=writer, no_dist=not dist.is_initialized())
-        if first:
-            _put_in_place(folder, target, durable)
-        done = True
-    except OSError as error:
-        raise save_error(error, path) from error
+        with contextlib.ExitStack() as stack:
+            folder = _begin(stack, path, durable) if first else None
+            folder = folder if alone else _agreed(folder, path)
+            save(content, storage_writer=FileSystemWriter(folder or path, sync_files=durable), no_dist=alone)
     except CheckpointException as error:
         cause = next((failure[0] for failure in error.failures.values() if isinstance(failure[0], OSError)), None)
         if cause is not None:
             raise save_error(cause, path) from error
         raise CheckpointError(f"can't be written ({error}); what was there before is untouched", path=path) from error
-    finally:
-        if first and not done:
-            shutil.rmtree(folder, ignore_errors=True)
-    if dist.is_initialized():
-        dist.barrier()
+    if not alone:
+        dist.barrier()  # nobody goes on before the first rank has put the folder in place
     if progress:
         progress(sum(nbytes(value) for value in content.values()))
+
+
+def _begin(stack: contextlib.ExitStack, path: Path, durable: bool) -> Path:
+    """The folder to write into, which takes the place of `path` when the stack closes."""
+    try:
+        return stack.enter_context(atomic_folder(path, owns, durable=durable)).temporary
+    except CheckpointError:
+        if dist.is_initialized():
+            dist.broadcast_object_list([None], src=0)
+        raise
+
+
+def _agreed(folder: Path | None, path: Path) -> Path:
+    """The first rank's folder, on all of them."""
+    box = [folder]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is None:
+        raise CheckpointError("the first rank can't write there", path=path)
+    return box[0]
+
+
+def owns(name: str) -> bool:
+    return name == INDEX or name.endswith(".distcp")
+
+
+def repair(path: Path) -> bool:
+    """Finish a save that was cut short between its two renames."""
+    return folders.repair(path)
 
 
 def _flatten(state: CheckpointState, path: Path) -> dict[str, torch.Tensor]:
@@ -105,32 +124,6 @@ def _flatten(state: CheckpointState, path: Path) -> dict[str, torch.Tensor]:
                 note["moments"][key] = [group_name, param, moment]
     content[KEY] = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
     return content
-
-
-def _put_in_place(folder: Path, target: Path, durable: bool) -> None:
-    if durable:
-        fsync_directory(folder)
-    with directory_lock(target.parent):
-        aside = None
-        if target.exists():
-            if not matches(target):
-                raise CheckpointError("exists and is not a DCP folder", path=target, remedy="Choose another place.")
-            aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
-            os.rename(target, aside)
-        os.rename(folder, target)
-    if durable:
-        fsync_directory(target.parent)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _agreed(value: Path) -> Path:
-    """The first rank's choice."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 # Reading

@@ -65,13 +65,13 @@ def unpack(state: CheckpointState, path: PathLike) -> CheckpointState:
         if not isinstance(entry, dict):
             raise CorruptFileError("not the JSON object it should be", path=path, field=f"{PREFIX}optimizer/{name}")
         fresh = entry.get("witness") == _witness(state, group)
-        if fresh and isinstance(entry.get("lr"), (int, float)):
-            group.lr = float(entry["lr"])
+        if fresh:
+            group.lr = _number(entry.get("lr"))
         if isinstance(entry.get("hyperparameters"), dict):
             group.hyperparameters = entry["hyperparameters"]
-        exact = entry.get("initial_lr")
-        if isinstance(exact, (int, float)) and same_number(to_float32(exact), float(group.initial_lr)):
-            group.initial_lr = float(exact)
+        exact = _number(entry.get("initial_lr"))
+        if exact is not None and same_number(to_float32(exact), float(group.initial_lr)):
+            group.initial_lr = exact
         try:
             restore(state, name, entry, fresh)
         except (TypeError, ValueError, AttributeError) as error:
@@ -123,7 +123,7 @@ def to_float32(value: float) -> float:
 def dump_json(content: Any, path: PathLike, field: str) -> str:
     try:
         return json.dumps(content, sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedError(f"holds something that is not plain data ({error})", path=path, field=field) from error
 
 
@@ -132,7 +132,7 @@ def partition_from_json(entry: Any, path: PathLike) -> PartitionInfo:
         values = {key: entry[key] for key in (item.name for item in dataclasses.fields(PartitionInfo)) if key in entry}
         values["original_dim"] = tuple(int(size) for size in values["original_dim"])
         return PartitionInfo(**values)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
         raise CorruptFileError(f"unreadable partition information ({error})", path=path, field="partitions") from error
 
 
@@ -144,6 +144,20 @@ def _take(state: CheckpointState, key: str, path: PathLike) -> dict[str, Any]:
         content = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         content = None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not _shallow(content):
         raise CorruptFileError("not the JSON object it should be", path=path, field=PREFIX + key)
     return content
+
+
+def _number(value: Any) -> float | None:
+    """JSON has integers that no float can hold."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:
+        return None
+
+
+def _shallow(content: Any, levels: int = 64) -> bool:
+    """What the parser accepts can be nested too deeply to compare or to write again."""
+    items = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return levels > 0 and all(_shallow(item, levels - 1) for item in items)

@@ -8,18 +8,21 @@ that finds another identity in `<name>` looks for `<name>.<identity>`: at every 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from ..errors import CorruptFileError, MissingFileError
 from ..state import byte_view
-from ..storage import PathLike, PendingFile, directory_lock, fsync_directory, warn
+from ..storage import PathLike, PendingFile, directory_lock, fsync_directory, remove_abandoned, save_error, warn
 
 IDENTITY_LENGTH = 32
+T = TypeVar("T")
 
 
 class Fingerprint:
@@ -50,15 +53,24 @@ def commit(main: PendingFile, others: Sequence[PendingFile], identity: str, dura
     for pending in (*others, main):
         pending.finish(durable)
     with directory_lock(main.target.parent):  # two writers of one set must not mix their renames
-        for pending in others:
-            pending.commit(durable, waiting(pending.target, identity))
-        main.commit(durable)
+        if any(pending.target.is_dir() for pending in others):  # known now, it costs nothing; after the commit it would
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        places = [waiting(pending.target, identity) for pending in others]
+        new = [place for place in places if not os.path.lexists(place)]  # the rest: parts of an interrupted save of this very content
+        try:
+            for pending, place in zip(others, places, strict=True):
+                pending.commit(durable, place)
+            main.commit(durable)
+        except OSError:
+            for place in new if not main.committed else ():
+                place.unlink(missing_ok=True)
+            raise
         for place in obsolete:
             with contextlib.suppress(OSError):
                 os.unlink(place)
         for pending in others:
             os.replace(waiting(pending.target, identity), pending.target)
-            remove_waiting(pending.target)
+            remove_leftovers(pending.target)
         if durable and (others or obsolete):
             fsync_directory(main.target.parent)
 
@@ -68,38 +80,62 @@ def waiting(target: PathLike, identity: str) -> Path:
     return Path(f"{os.fspath(target)}.{identity}")
 
 
-def locate(main: PathLike, target: Path, identity: str | None, identity_of: Callable[[Path], str | None]) -> Path:
-    """Which file is the part `target` of the set that `main` belongs to. No identity: a set that others wrote, taken as it is."""
-    exists = os.path.lexists(target)
-    if exists and (identity is None or identity_of(target) == identity):
-        return target
-    if identity is not None:
-        candidate = waiting(target, identity)
-        if os.path.lexists(candidate) and identity_of(candidate) == identity:
-            warn(f"{main}: the last save was cut short; using {candidate.name}. `torch-ort-ckpt verify --repair` completes it.")
-            return candidate
-    if not exists:
+def locate(main: PathLike, targets: Sequence[Path], identity: str | None, opened: Callable[[Path], tuple[T, str | None]]) -> T:
+    """Open the part of the set that `main` belongs to, found under one of `targets`. `opened` gives the part and its identity.
+
+    No identity: a set that others wrote, taken as it is.
+    """
+    found = False
+    for place, interrupted in _candidates(targets, identity):
+        try:
+            part, own = opened(place)
+        except MissingFileError:
+            if place.is_symlink():
+                raise
+            continue
+        if identity is None or own == identity:
+            if interrupted:
+                warn(
+                    f"{main}: the last save was cut short or is not over yet; its data is in {place.name}. "
+                    "`torch-ort-ckpt verify --repair` completes it."
+                )
+            return part
+        found = True
+    if not found:
         raise MissingFileError(
-            "a part of this checkpoint is missing", path=target, remedy="Copy it beside the checkpoint, under this name."
+            "a part of this checkpoint is missing", path=targets[0], remedy="Copy it beside the checkpoint, under this name."
         )
     raise CorruptFileError(
         f"belongs to another save than {os.path.basename(os.fspath(main))} (an interrupted save, or only some of the files were copied)",
-        path=target,
+        path=targets[0],
         remedy="Restore all files of the checkpoint from the same copy.",
     )
 
 
-def repair(target: Path, identity: str | None, identity_of: Callable[[Path], str | None]) -> bool:
-    """Give a part its final name if the save was cut short before that; returns whether there was anything to do."""
-    if identity is None or not waiting(target, identity).exists() or identity_of(waiting(target, identity)) != identity:
+def _candidates(targets: Sequence[Path], identity: str | None) -> Iterator[tuple[Path, bool]]:
+    """Where the part can be, and whether it is there only because a save was interrupted."""
+    for target in targets:
+        yield target, False
+        if identity:
+            yield waiting(target, identity), True
+            yield target, False  # a writer may have renamed it between the two looks
+
+
+def repair(target: Path, identity: str | None, identity_at: Callable[[Path], str | None]) -> bool:
+    """Give a part its final name if the save was cut short before that; returns whether there was anything to do. Call it locked."""
+    if not identity or not os.path.lexists(waiting(target, identity)) or identity_at(waiting(target, identity)) != identity:
         return False
-    os.replace(waiting(target, identity), target)
-    fsync_directory(Path(os.path.abspath(target)).parent)
+    try:
+        os.replace(waiting(target, identity), target)
+        fsync_directory(target.parent)
+    except OSError as error:
+        raise save_error(error, target) from error
     return True
 
 
-def remove_waiting(target: Path) -> None:
-    """Parts of interrupted saves that nothing refers to any more; call under the directory lock."""
+def remove_leftovers(target: Path) -> None:
+    """Parts of interrupted saves that nothing refers to any more, and temporaries of killed writers. Call it locked."""
+    remove_abandoned(target)
     prefix = f"{target.name}."
     with contextlib.suppress(OSError):
         for name in os.listdir(target.parent):

@@ -16,7 +16,10 @@ from typing import Any
 from ..errors import CorruptFileError
 from ..storage import ALIGNMENT, padding
 
-_U16, _U32, _I32, _I64, _F32 = (struct.Struct(f"<{code}") for code in "HIiqf")
+_U32, _I32, _I64, _F32 = (struct.Struct(f"<{code}") for code in "Iiqf")
+
+_SHARED_TEXT = 16 << 20
+"""Strings may be shared, so their text can be more than the file's size; beyond this much the file's size sets the limit."""
 
 
 class Reader:
@@ -30,6 +33,7 @@ class Reader:
         self._strings: dict[int, bytes] = {}
         self._extents: list[tuple[int, int, Table | None, str]] = []
         self._claimed = 0
+        self._text = 0  # bytes of strings handed out, shared ones each time
 
     def root(self, identifier: bytes) -> Table:
         if self.size < 8 or bytes(self.data[4:8]) != identifier:
@@ -44,6 +48,10 @@ class Reader:
             if start < end:
                 raise self.error(parent, label, "overlaps another part of the file")
             end = stop
+
+    def close(self) -> None:
+        """Drop what was visited. Tables and reader hold each other, and with them the mapped file, until the garbage collector comes."""
+        self._extents.clear()
 
     def error(self, parent: Table | None, label: str, what: str) -> CorruptFileError:
         return CorruptFileError(
@@ -69,6 +77,10 @@ class Reader:
             if size < 4 or size % 2 or position + size > self.size:
                 raise self.error(table.parent, table.label, f"vtable of impossible size {size}")
             fields = struct.unpack_from(f"<{(size - 4) // 2}H", self.data, position + 4)
+            if inline < 4:
+                raise self.error(table.parent, table.label, f"table of impossible size {inline}")
+            if max(fields, default=0) >= inline:  # once per vtable, however many tables share it
+                raise self.error(table.parent, table.label, "a field lies outside its table")
             found = self._vtables[position] = (fields, inline)
         return found
 
@@ -79,6 +91,9 @@ class Reader:
             if self.data[start + count]:
                 raise self.error(parent, label, "string without its terminator")
             found = self._strings[position] = bytes(self.data[start : start + count])
+        self._text += len(found)
+        if self._text > max(_SHARED_TEXT, 4 * self.size):
+            raise self.error(parent, label, "a shared string is used so often that the text outgrows the file")
         return found
 
     def vector(self, position: int, itemsize: int, parent: Table, label: str, extra: int = 0) -> tuple[int, int]:
@@ -107,12 +122,9 @@ class Table:
             raise reader.error(parent, label, "points outside the file")
         back = _I32.unpack_from(reader.data, position)[0]
         self._fields, inline = reader.vtable(position - back, self)
-        if inline < 4 or position + inline > reader.size:
+        if position + inline > reader.size:
             raise reader.error(parent, label, f"table of impossible size {inline}")
         reader.claim(position, position + inline, parent, label)
-        for offset in self._fields:
-            if offset >= inline:
-                raise reader.error(parent, label, "a field lies outside its table")
 
     @property
     def where(self) -> str:

@@ -30,8 +30,8 @@ def describe(state: CheckpointState, path: PathLike) -> tuple[dict[str, torch.Te
         "optimizer": {
             name: {
                 "step": group.step,
-                "initial_lr": group.initial_lr,
-                "lr": group.lr,
+                "initial_lr": float(group.initial_lr),
+                "lr": None if group.lr is None else float(group.lr),
                 "hyperparameters": group.hyperparameters,
                 "members": sorted(group.states),
             }
@@ -46,13 +46,28 @@ def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: 
     values: dict[str, Value] = dict(tensors)
     for name, entry in note["strings"].items():
         values[name] = string_array([str(text) for text in entry["values"]], tuple(entry["shape"]))
-    state = CheckpointState(nominal=bool(note["nominal"]), properties=dict(note["properties"]))
-    state.mixed_precision = {base: values.pop(name) for base, name in note["aliases"].items()}
+    state = CheckpointState(nominal=bool(note["nominal"]))
+    for name, value in note["properties"].items():
+        state.properties[name] = _of(value, int, float, str)
+    for base, name in note["aliases"].items():
+        state.mixed_precision[base] = _of(values.pop(name), torch.Tensor)
     frozen = set(note["frozen"])
     for name, value in values.items():
         (state.frozen if name in frozen else state.trainable)[name] = value
+    if orphans := sorted(state.mixed_precision.keys() - state.parameters.keys()):
+        raise ValueError(f"aliases of weights that are not there: {orphans[0]!r}")
     state.partitions = {name: extras.partition_from_json(entry, path) for name, entry in note["partitions"].items()}
     for name, entry in note["optimizer"].items():
-        settings = {key: entry[key] for key in ("step", "initial_lr", "lr", "hyperparameters")}
-        state.optimizer[name] = OptimizerGroup(**settings, states={param: {} for param in entry["members"]})
+        rate = entry["lr"] if entry["lr"] is None else _of(entry["lr"], float)
+        group = OptimizerGroup(_of(entry["step"], int), _of(entry["initial_lr"], float), rate)
+        group.hyperparameters = _of(entry["hyperparameters"], dict)
+        group.states = {_of(param, str): {} for param in _of(entry["members"], list)}
+        state.optimizer[name] = group
     return state
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    """The value if it is exactly of one of these types (a boolean is no integer)."""
+    if type(value) not in kinds and not (torch.Tensor in kinds and isinstance(value, torch.Tensor)):
+        raise TypeError(f"{type(value).__name__} where {' or '.join(kind.__name__ for kind in kinds)} should be")
+    return value

@@ -6,6 +6,8 @@ from memory; ORT's own verifier and loader accept that order.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -38,6 +40,8 @@ VERSIONS = {1: "ORT 1.16 and 1.17", 2: "ORT 1.18 and later"}
 EXTERNAL_THRESHOLD = 1800 << 20
 """Above this many bytes of tensors data goes to the sidecar, as in ORT."""
 
+_MAX_RANK = 64
+_ATTEMPTS = 50
 _DTYPES = {number: dtype for number, dtype in TORCH_FROM_ONNX.items() if not dtype.is_complex}
 
 
@@ -51,9 +55,19 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a checkpoint file and, where it says so, its sidecar."""
-    buffer = FileBuffer(path, mmap=mmap)
-    reader = Reader(buffer.data, os.fspath(path))
-    root = reader.root(IDENTIFIER)
+    for _ in range(_ATTEMPTS):
+        buffer = FileBuffer(path, mmap=mmap)
+        with contextlib.closing(Reader(buffer.data, os.fspath(path))) as reader:
+            try:
+                return extras.unpack(split_aliases(_read(path, _Source(path, buffer, reader, mmap))), path)
+            except CheckpointError:
+                if not buffer.replaced():  # else a writer took the data away in between: the next one's is there
+                    raise
+    raise CheckpointError("replaced again and again while being read", path=path)
+
+
+def _read(path: Path, source: _Source) -> CheckpointState:
+    root = source.reader.root(IDENTIFIER)
     version = root.int32(0, "version")
     if version not in VERSIONS:
         raise UnsupportedError(
@@ -63,7 +77,6 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
             remedy="Either the file is damaged, or a newer release wrote it: update torch-ort-ckpt.",
         )
     state = CheckpointState(format_version=version)
-    source = _Source(path, buffer, reader, mmap)
     module = root.table(1, "module_state")
     if module is not None:
         state.nominal = source.nominal = module.boolean(2, "is_nominal_state")
@@ -81,10 +94,10 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
         state.optimizer[name] = group
     if (bag := root.table(3, "property_bag")) is not None:
         _read_properties(bag, state.properties)
-    reader.finish()
+    source.reader.finish()
     source.check_overlap()
     state._buffers = tuple(source.buffers)
-    return extras.unpack(split_aliases(state), path)
+    return state
 
 
 def repair(path: Path) -> bool:
@@ -130,6 +143,8 @@ class _Source:
         size = count * dtype.itemsize
         offset = table.int64(6, "external_data_offset", -1)
         raw = table.vector(4, 1, "raw_data")
+        if offset < -1:
+            raise self.reader.error(table, "external_data_offset", f"negative offset {offset}")
         if offset >= 0 and self.external:
             if raw is not None and raw[1]:
                 raise self.reader.error(table, "external_data_offset", "has both inline and external data")
@@ -184,12 +199,11 @@ class _Source:
 
 
 def _count(table: Table, dims: tuple[int, ...], reader: Reader) -> int:
-    count = 1
-    for size in dims:
-        if size < 0:
-            raise reader.error(table, "dims", f"negative size {size}")
-        count *= size
-    return count
+    if len(dims) > _MAX_RANK:
+        raise reader.error(table, "dims", f"{len(dims)} dimensions, more than the {_MAX_RANK} that numpy can have")
+    if min(dims, default=0) < 0:
+        raise reader.error(table, "dims", f"negative size {min(dims)}")
+    return math.prod(dims)
 
 
 def _unique(table: Table, number: int, label: str, taken: Mapping[str, Any]) -> str:
@@ -255,10 +269,9 @@ def _write_single(path: Path, layout: Layout, durable: bool, progress: Progress 
         _write_layout(pending.file, layout, progress)
         pending.finish(durable)
         with directory_lock(pending.target.parent):
-            replaces_pair = _has_external_data(path)
+            replaced_pair = _has_external_data(path)
             pending.commit(durable)
-            if replaces_pair:  # its sidecar belonged to the checkpoint just replaced
-                sidecar.remove(pending.target)
+            sidecar.remove(pending.target, replaced_pair=replaced_pair)
 
 
 def _write_pair(path: Path, layout: Layout, plan: _Plan, durable: bool, progress: Progress | None) -> None:
@@ -386,8 +399,9 @@ def _check(state: CheckpointState, path: Path, version: int) -> None:
 
 def _has_external_data(path: Path) -> bool:
     """Whether `path` now holds a checkpoint whose data is in its sidecar. Anything unreadable is left alone."""
-    try:
-        module = Reader(FileBuffer(path).data, os.fspath(path)).root(IDENTIFIER).table(1, "module_state")
-        return module is not None and module.boolean(3, "has_external_data")
-    except CheckpointError:
-        return False
+    with contextlib.suppress(CheckpointError):
+        reader = Reader(FileBuffer(path).data, os.fspath(path))
+        with contextlib.closing(reader):
+            module = reader.root(IDENTIFIER).table(1, "module_state")
+            return module is not None and module.boolean(3, "has_external_data")
+    return False

@@ -24,7 +24,7 @@ import torch
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..names import split_aliases
 from ..state import CheckpointState, nbytes
-from ..storage import FileBuffer, PendingFile, Progress, pending_file
+from ..storage import FileBuffer, PendingFile, Progress, directory_lock, pending_file
 from . import extras
 from .fileset import Fingerprint, commit, locate
 from .fileset import repair as repair_part
@@ -34,6 +34,7 @@ from .safetensors_file import IDENTITY_KEY, identity_of, parse_json, read_file, 
 SUFFIXES = (".safetensors", ".safetensors.index.json")
 KEY = "torch_ort_ckpt"
 MAX_SHARD_SIZE = 5 * 10**9
+_ATTEMPTS = 50
 
 
 def matches(path: Path) -> bool:
@@ -45,6 +46,17 @@ def matches(path: Path) -> bool:
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read weights and, where our metadata says there is one, the optimizer file."""
     places = _Places.of(path)
+    for _ in range(_ATTEMPTS):
+        before = places.marks()
+        try:
+            return _read(path, places, mmap)
+        except CheckpointError:
+            if places.marks() == before:  # else a writer replaced the files in between: the next ones are there
+                raise
+    raise CheckpointError("replaced again and again while being read", path=path)
+
+
+def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
     index = Path(f"{places.model}{SUFFIXES[1]}")
     model = _Bundle.open(places.model, index.exists() and not Path(f"{places.model}{SUFFIXES[0]}").exists(), mmap)
     with reported(model.path):
@@ -75,7 +87,8 @@ def repair(path: Path) -> bool:
     if identity is None:
         return False
     waiting = [place for place in places.model.parent.iterdir() if place.name.endswith(f".{identity}")]
-    moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
+    with directory_lock(places.model.parent):
+        moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
     return any(moved)
 
 
@@ -102,6 +115,17 @@ class _Places:
                 return cls(stem, stem.with_name("optimizer") if stem.name == "model" else stem.with_name(f"{stem.name}.optimizer"))
         return cls(path / "model", path / "optimizer")
 
+    def marks(self) -> list[tuple[int, int, int] | None]:
+        """Change when a save commits."""
+        found: list[tuple[int, int, int] | None] = []
+        for suffix in SUFFIXES:
+            try:
+                now = os.stat(f"{self.model}{suffix}")
+                found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found
+
 
 @dataclasses.dataclass
 class _Bundle:
@@ -117,7 +141,7 @@ class _Bundle:
         """`main`: the bundle whose save this one must be of."""
         path = Path(f"{stem}{SUFFIXES[1] if sharded else SUFFIXES[0]}")
         if main is not None:
-            path = locate(main.path, path, main.metadata.get(IDENTITY_KEY), identity_of)
+            path = _located(main, path)
         bundle = cls(path)
         if sharded:
             with reported(path):
@@ -136,7 +160,7 @@ class _Bundle:
         for name in sorted(set(content["weight_map"].values())):
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise CorruptFileError("a shard outside the checkpoint's folder", path=self.path, field=f"weight_map: {name!r}")
-            place = locate(self.path, self.path.parent / name, self.metadata.get(IDENTITY_KEY), identity_of)
+            place = _located(self, self.path.parent / name)
             tensors, _, buffer = read_file(place, mmap)
             if both := sorted(self.tensors.keys() & tensors.keys()):
                 raise CorruptFileError("in two shards", path=place, field=both[0])
@@ -149,6 +173,11 @@ class _Bundle:
     def note(self) -> dict[str, Any]:
         text = self.metadata.get(KEY)
         return parse_json(text.encode()) if text is not None else {}
+
+
+def _located(main: _Bundle, path: Path) -> Path:
+    """`path`, or where an interrupted save left it."""
+    return locate(main.path, [path], main.metadata.get(IDENTITY_KEY), lambda place: (place, identity_of(place)))
 
 
 def write(

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..storage import FileBuffer, PathLike
+from ..storage import FileBuffer, PathLike, directory_lock
 from . import fileset
 
 _MAGIC = b"TOCPAIR1"
@@ -26,28 +26,37 @@ def seal(identity: str) -> bytes:
 def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
     """Open the data that belongs to the checkpoint `main` was read from."""
 
-    def identity_of(place: Path) -> str | None:
+    def opened(place: Path) -> tuple[FileBuffer, str | None]:
         _refuse_foreign_link(path, place)
-        return _identity(FileBuffer(place))
+        buffer = FileBuffer(place, mmap=mmap)
+        return buffer, identity_of(buffer)
 
-    place = fileset.locate(path, path_of(path), _identity(main), identity_of)
-    _refuse_foreign_link(path, place)
-    return FileBuffer(place, mmap=mmap)
+    homes = dict.fromkeys((path_of(path), path_of(os.path.realpath(path))))  # through a link, we write beside the file itself
+    return fileset.locate(path, list(homes), identity_of(main), opened)
 
 
 def repair(path: Path) -> bool:
     """Finish a save that was interrupted between its two renames; returns whether there was anything to do."""
-    return fileset.repair(path_of(os.path.realpath(path)), _identity(FileBuffer(path)), lambda place: _identity(FileBuffer(place)))
+    target = Path(os.path.realpath(path))
+
+    def identity_at(place: Path) -> str | None:
+        _refuse_foreign_link(target, place)
+        return identity_of(FileBuffer(place))
+
+    with directory_lock(target.parent):
+        return fileset.repair(path_of(target), identity_of(FileBuffer(target)), identity_at)
 
 
-def remove(target: Path) -> None:
-    """The data of a checkpoint that no longer has any."""
-    with contextlib.suppress(OSError):
-        os.unlink(path_of(target))
-    fileset.remove_waiting(path_of(target))
+def remove(target: Path, *, replaced_pair: bool) -> None:
+    """The data of a checkpoint that no longer has any: what belonged to the pair just replaced, or that a killed save of ours left."""
+    place = path_of(target)
+    with contextlib.suppress(OSError, CheckpointError):
+        if replaced_pair or identity_of(FileBuffer(place)):
+            os.unlink(place)
+    fileset.remove_leftovers(place)
 
 
-def _identity(buffer: FileBuffer) -> str | None:
+def identity_of(buffer: FileBuffer) -> str | None:
     """What the file's seal says; None for files that ORT wrote."""
     tail = bytes(buffer.data[max(0, buffer.size - _SIZE) : buffer.size])
     identity = tail[len(_MAGIC) : len(_MAGIC) + fileset.IDENTITY_LENGTH]

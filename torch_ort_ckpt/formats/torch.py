@@ -6,6 +6,7 @@ Recognised: bare state dicts (`.pt`, `.bin`), `{"model": ..., "optimizer": ...}`
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 import zipfile
@@ -21,6 +22,7 @@ from ..names import plain_name, split_aliases
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, atomic_write, warn
 from .notes import describe, rebuild
+from .torch_archive import can_be_mapped
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 KEY = "torch_ort_ckpt"
@@ -33,12 +35,10 @@ def matches(path: Path) -> bool:
     """A zip with a `data.pkl` inside, or the older stream of pickles under one of our suffixes."""
     if not path.is_file():
         return False
-    if zipfile.is_zipfile(path):
-        try:
+    with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 return any(name.endswith("/data.pkl") for name in archive.namelist())
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-            return False
     with open(path, "rb") as file:
         return path.suffix in SUFFIXES and file.read(1) == b"\x80"
 
@@ -73,7 +73,7 @@ def _load(path: Path, mmap: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own about legacy storages
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped(path) and mmap)
     except pickle.UnpicklingError as error:
         raise UnsupportedError(
             f"holds Python objects that only unsafe unpickling could read ({str(error).splitlines()[0][:200]})",
@@ -102,7 +102,12 @@ def _load(path: Path, mmap: bool) -> Any:
 def _from_note(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: PathLike) -> CheckpointState:
     state = rebuild(tensors, note, path)
     for name, states in note["moments"].items():
-        state.optimizer[name].states = states
+        group = state.optimizer[name]
+        if group.states.keys() != states.keys() or not all(
+            isinstance(v, torch.Tensor) for moments in states.values() for v in moments.values()
+        ):
+            raise ValueError(f"the moments of {name!r} are not those of its parameters")
+        group.states = states
     return state
 
 

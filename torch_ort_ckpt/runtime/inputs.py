@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,16 @@ from ..graphs import TensorSpec
 
 
 def ordered_inputs(
-    specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, *, differentiable: bool = False
+    specs: Sequence[TensorSpec],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    differentiable: bool = False,
+    provided: Container[str] = (),
 ) -> list[torch.Tensor]:
     """The graph's inputs from positional arguments, keywords, or one mapping (a batch as a dict). They stay attached to autograd
-    where the engine is `differentiable`."""
+    where the engine is `differentiable`, or the graph has a gradient for them (`provided`)."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
         values = _merge(specs, (), args[0])
     else:
@@ -26,9 +32,9 @@ def ordered_inputs(
         value
         if type(value) is torch.Tensor
         and value.dtype is spec.dtype
-        and (differentiable or not value.requires_grad)
+        and (differentiable or not value.requires_grad or spec.name in provided)
         and value.device.type == device.type
-        else _converted(spec, value, device, differentiable)
+        else _converted(spec, value, device, differentiable or spec.name in provided)
         for spec, value in zip(specs, values, strict=True)
     ]
 

@@ -66,7 +66,10 @@ class OrtModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
         engine = self.engine
-        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable)
+        art = self.artifacts
+        inputs = ordered_inputs(
+            art.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable, provided=art.input_gradients
+        )
         tensors = self._tensors()
         if self.training and torch.is_grad_enabled():
             if self._overwrite:  # lazy_reset_grad was called
@@ -209,7 +212,8 @@ class OrtModule(nn.Module):
                 remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
             )
         tensors: list[torch.Tensor] = [
-            value if (value := owner._parameters.get(key)) is not None else _lookup(owner, key) for owner, key in self._slots
+            owner._parameters[key] if key in owner._parameters else _lookup(owner, key)  # type: ignore[misc]  # never None: we put it there
+            for owner, key in self._slots
         ]
         for index in self._frozen:
             if tensors[index].requires_grad:
@@ -222,14 +226,16 @@ class OrtModule(nn.Module):
 
     def _deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
         """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
-        if self._overwrite:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if parameter.grad is not gradient:
+        pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[0].grad is not pair[1]]
+        if self._overwrite and pairs:
+            written = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.grad is gradient}
+            for parameter, _ in pairs:
+                if id(parameter) not in written:  # a tied parameter has several gradients, one of them in place already
                     parameter.grad = None
         old, new = [], []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in pairs:
             current = parameter.grad
-            if current is gradient or not parameter.requires_grad:
+            if not parameter.requires_grad:
                 continue
             if current is None:
                 parameter.grad = gradient

@@ -43,6 +43,10 @@ class OrtOptimizer(torch.optim.Optimizer):
         self.model = unwrap(model)
         self.spec = self.model.artifacts.optimizer_spec
         self.fused = fused if fused is not None else (self.model.engine.name != "ort" or self.model.device.type != "cpu")
+        if self.fused and not self.spec.known:
+            raise UnsupportedError(
+                "the hyper-parameters of a .ort optimizer graph can't be read", remedy="Keep optimizer_model.onnx, or use fused=False."
+            )
         self.updated = True
         self._updater: Updater | None = None
         known = {id(value): name for name, value in self.model.named_trainable().items()}
@@ -79,9 +83,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         if not parameters:
             return
         gradients = [parameter.grad for parameter in parameters]
-        if any(gradient.is_sparse for gradient in gradients):
-            raise UnsupportedError("sparse gradients")
-        states = [self._state_of(parameter, group) for parameter in parameters]
+        states = [self.state.get(parameter) or self._state_of(parameter, group) for parameter in parameters]
         step: torch.Tensor = states[0]["step"]
         names = MOMENTS[self.spec.kind]
         moments = [[state[name] for state in states] for name in names] or [[], []]
@@ -223,6 +225,8 @@ class OrtOptimizer(torch.optim.Optimizer):
     def to_torch(self) -> torch.optim.Optimizer:
         """A plain `torch.optim.AdamW` or `SGD` that goes on from here, where PyTorch has the same mathematics."""
         spec = self.spec
+        if not spec.known:
+            raise UnsupportedError("the hyper-parameters of a .ort optimizer graph can't be read", remedy="Keep optimizer_model.onnx.")
         if spec.max_norm is not None:
             raise UnsupportedError(
                 "the graph clips gradients, torch.optim does not", remedy="Export without clipping and call clip_grad_norm_ yourself."

@@ -22,23 +22,26 @@ from .translate import Translation, translate
 
 
 class TorchEngine:
-    """Graphs are translated when first needed; `options.compile` puts them through `torch.compile`."""
+    """Both graphs are translated at once, so that an operator without translation shows early; `options.compile` puts them through
+    `torch.compile`."""
 
     name = "torch"
     differentiable = True
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         self.artifacts, self.options = artifacts, options
-        self._training: TorchGraph | None = None
-        self._eval: TorchGraph | None = None
+        self.training_graph = make_graph(artifacts, options, training=True) if artifacts.training_path else None
+        self.eval_graph = make_graph(artifacts, options, training=False) if artifacts.eval_path else None
 
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
+        if self.training_graph is None:
+            raise MissingFileError("no training_model", path=self.artifacts.folder, remedy="Call model.eval() to run the eval graph.")
         return self.training_graph(inputs, parameters)
 
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         order = list(self.artifacts.parameters)
         with torch.enable_grad():
-            outputs = self.training_graph(inputs, parameters)
+            outputs = self.train(inputs, parameters, seed)
             trainable = [parameters[order.index(name)] for name in self.artifacts.trainable]
             chosen = [place for place, parameter in enumerate(trainable) if parameter.requires_grad]
             found = torch.autograd.grad(outputs[0], [trainable[place] for place in chosen], allow_unused=True)
@@ -48,20 +51,9 @@ class TorchEngine:
         return tuple(output.detach() for output in outputs), gradients
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        if self.eval_graph is None:
+            raise MissingFileError("no eval_model, which eval() and no_grad() need", path=self.artifacts.folder, remedy="Export one.")
         return self.eval_graph(inputs, parameters)
-
-    @property
-    def training_graph(self) -> TorchGraph:
-        """The forward part of the training graph."""
-        if self._training is None:
-            self._training = make_graph(self.artifacts, self.options, training=True)
-        return self._training
-
-    @property
-    def eval_graph(self) -> TorchGraph:
-        if self._eval is None:
-            self._eval = make_graph(self.artifacts, self.options, training=False)
-        return self._eval
 
 
 @dataclass
@@ -85,13 +77,8 @@ class TorchGraph:
 def make_graph(artifacts: Artifacts, options: EngineOptions, *, training: bool) -> TorchGraph:
     """Translate the training or the eval graph of these artifacts."""
     path = artifacts.training_path if training else artifacts.eval_path
-    if path is None:
-        missing, remedy = (
-            ("training_model", "Call model.eval() to run the eval graph.") if training else ("eval_model", "Stay in training mode.")
-        )
-        raise MissingFileError(f"no {missing}", path=artifacts.folder, remedy=remedy)
     model = artifacts.training if training else artifacts.eval
-    if model is None:
+    if path is None or model is None:
         raise UnsupportedError("only ONNX Runtime reads the .ort format", path=path, remedy='Use the .onnx file, or engine="ort".')
     order = list(artifacts.parameters)
     names = [*order, *artifacts.aliases]

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN: torch's own kernels where they compute the same, else step by step.
+"""LSTM, GRU and RNN: torch's own kernels where they compute the same, else step by step (as `torch.compile` and `torch.export` want it).
 
 ONNX stacks the gates as i o f c (LSTM) and z r h (GRU), torch as i f g o and r z n; the weights are reordered on the way in.
 """
@@ -43,7 +43,7 @@ def lstm(
     h0 = _initial(initial_h, x, count, hidden, layout)
     c0 = _initial(initial_c, x, count, hidden, layout)
     plain = activations is None or list(activations) == ["Sigmoid", "Tanh", "Tanh"] * count
-    if plain and sequence_lens is None and p is None and clip is None and not input_forget:
+    if plain and sequence_lens is None and p is None and clip is None and not input_forget and not torch.compiler.is_compiling():
         x = x.flip(0) if direction == "reverse" else x
         y, h, c = torch.lstm(x, (h0, c0), _torch_weights(w, r, b, _LSTM_ORDER), b is not None, 1, 0.0, True, count == 2, False)
         y = y.flip(0) if direction == "reverse" else y
@@ -90,7 +90,7 @@ def gru(
     count, hidden = w.shape[0], r.shape[-1]
     h0 = _initial(initial_h, x, count, hidden, layout)
     plain = activations is None or list(activations) == ["Sigmoid", "Tanh"] * count
-    if plain and sequence_lens is None and clip is None and linear_before_reset:
+    if plain and sequence_lens is None and clip is None and linear_before_reset and not torch.compiler.is_compiling():
         x = x.flip(0) if direction == "reverse" else x
         y, h = torch.gru(x, h0, _torch_weights(w, r, b, _GRU_ORDER), b is not None, 1, 0.0, True, count == 2, False)
         y = y.flip(0) if direction == "reverse" else y

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import torch
@@ -48,6 +49,14 @@ class Op:
     rest: Kind
     keywords: frozenset[str] | None
     """Names of its parameters, `*` and `**` if it takes any; None for torch's own functions, which take what they take."""
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Attributes that need not be passed where a node has just these values."""
+        if self.keywords is None:
+            return {}
+        parameters = inspect.signature(self.function).parameters.values()
+        return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
     def kind(self, position: int) -> Kind:
         return self.kinds[position] if position < len(self.kinds) else self.rest

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import CheckpointError, UnsupportedError
+from ...graphs import RANDOM_OPS
 from .constants import constant_value, identifier, read_attributes, read_tensor
 from .host import Host, fold_host, host_constant
 from .registry import Kind, Op, find_op
@@ -25,7 +26,11 @@ from .registry import Kind, Op, find_op
 GRADIENT_OUTPUT = ".accumulation.out"
 GRADIENT_BUFFER = ".accumulation.buffer"
 LAZY_RESET = "lazy_reset_grad"
+MAX_FOLDED = 4096
+"""Constants with more elements are not computed with at translation: that would keep two of them."""
 _DEVICE = "$device"
+_HOST_NAMES = {"ConcatTraining": "Concat"}
+"""ORT renames operators when it builds gradients, those of shape arithmetic too."""
 _CONTROL_FLOW = ("If", "Loop", "Scan")
 
 
@@ -39,29 +44,34 @@ class Translation:
     outputs: tuple[str, ...]
 
 
-def translate(model: onnx.ModelProto, *, parameters: Iterable[str] = (), outputs: Sequence[str] | None = None) -> Translation:
+def translate(
+    model: onnx.ModelProto,
+    *,
+    parameters: Iterable[str] = (),
+    outputs: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
+) -> Translation:
     """Translate what `outputs` need (default: every graph output but the gradients) of a training, eval or inference graph.
 
     `parameters` are the graph inputs or initializers that the caller will pass after the user inputs, in this order; those that the
-    graph does not use are left out. Other initializers become constants of the module."""
+    graph does not use are left out. Other initializers become constants of the module. The user inputs are the graph's, those that the
+    named `outputs` need, or `inputs`: any values of the graph, whose computation is then left out."""
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     graph = model.graph
     wanted = forward_outputs(model) if outputs is None else list(outputs)
-    nodes, needed = slice_graph(graph, wanted)
+    nodes, needed = slice_graph(graph, wanted, inputs or ())
     order = list(parameters)
-    missing = (
-        needed
-        - {value.name for value in graph.input}
-        - {tensor.name for tensor in graph.initializer}
-        - {o for n in nodes for o in n.output}
-    )
-    if missing:
-        raise CheckpointError(f"the graph has no value named {sorted(missing)[0]!r}", field="outputs")
-    builder = GraphBuilder({entry.domain: entry.version for entry in model.opset_import})
+    given = [value.name for value in graph.input]
     constants = {tensor.name for tensor in graph.initializer}
-    inputs = [value.name for value in graph.input if value.name not in constants and value.name not in order and not _is_ort_s(value.name)]
-    used = [name for name in order if name in needed]
+    if inputs is None:
+        free = [name for name in given if name not in constants and name not in order]
+        inputs = [name for name in free if (name in needed if outputs is not None else not _is_ort_s(name))]
+    known = {*given, *constants, *inputs, *(name for node in nodes for name in node.output)}
+    if missing := sorted(needed - known):
+        raise CheckpointError(f"the graph has no value named {missing[0]!r}", field="outputs")
+    builder = GraphBuilder({entry.domain: entry.version for entry in model.opset_import})
+    used = [name for name in order if name in needed and name not in inputs]
     for name in (*inputs, *used):
         builder.add_input(name)
     for tensor in graph.initializer:
@@ -76,12 +86,12 @@ def forward_outputs(model: onnx.ModelProto) -> list[str]:
     return [value.name for value in model.graph.output if not value.name.endswith(GRADIENT_OUTPUT)]
 
 
-def slice_graph(graph: onnx.GraphProto, outputs: Iterable[str]) -> tuple[list[onnx.NodeProto], set[str]]:
-    """The nodes that `outputs` need, in order, and every value they read."""
-    needed = set(outputs)
+def slice_graph(graph: onnx.GraphProto, outputs: Iterable[str], given: Iterable[str] = ()) -> tuple[list[onnx.NodeProto], set[str]]:
+    """The nodes that `outputs` need when `given` is known, in order, and every value they read."""
+    needed, known = set(outputs), set(given)
     nodes = []
     for node in reversed(graph.node):
-        if needed.intersection(node.output):
+        if needed.intersection(node.output).difference(known):
             nodes.append(_without_unused_outputs(node, needed))
             needed.update(name for name in (*node.input, *_captured(node)) if name)
     return nodes[::-1], needed
@@ -184,7 +194,9 @@ class GraphBuilder:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        return fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
+        module = fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
+        module._non_persistent_buffers_set.update(name for name, _ in module.named_buffers(recurse=False))  # GraphModule forgets it
+        return module
 
     def submodule(self, module: nn.Module) -> fx.Node:
         name = f"branch_{len(list(self.root.children()))}"
@@ -202,7 +214,8 @@ class GraphBuilder:
         attributes = read_attributes(node)
         op = find_op(node.domain if node.domain != "ai.onnx" else "", node.op_type, self.opsets.get(node.domain, 1), where)
         inputs = [self.value(name) for name in node.input]
-        if not node.domain and len(node.output) == 1 and (host := fold_host(self.graph, node.op_type, inputs, attributes)) is not None:
+        name = node.op_type if not node.domain else _HOST_NAMES.get(node.op_type, "")
+        if len(node.output) == 1 and (host := fold_host(self.graph, name, inputs, attributes)) is not None:
             self.values[node.output[0]] = host
             return
         args = [self._argument(op, place, name) for place, name in enumerate(node.input)]
@@ -219,7 +232,30 @@ class GraphBuilder:
                 attributes["outputs"] = len(node.output)
             if "device" in op.keywords:
                 attributes["device"] = self.device()
+        if (known := self._constants(node, args)) is not None:
+            device = {"device": torch.device("cpu")} if op.takes("device") else {}
+            result = op.function(*known, **{**attributes, **device})
+            if not isinstance(result, list):  # a sequence
+                for name, value in zip(node.output, result if isinstance(result, tuple) else [result], strict=False):
+                    self.add_constant(name, value if isinstance(value, torch.Tensor) else torch.tensor(value))
+                return
         self._store(node, self._call(op, args, attributes, node))
+
+    def _constants(self, node: onnx.NodeProto, args: list[Any]) -> list[Any] | None:
+        """The arguments' values if they are all small constants, so that the node can be computed once and for all."""
+        if node.op_type in RANDOM_OPS or not args:
+            return None
+        known = []
+        for arg in args:
+            if isinstance(arg, fx.Node):
+                if arg.op != "get_attr" or self.root.get_buffer(str(arg.target)).numel() > MAX_FOLDED:
+                    return None
+                known.append(self.root.get_buffer(str(arg.target)))
+            elif isinstance(arg, (tuple, list)) and any(isinstance(part, fx.Node) for part in arg):
+                return None
+            else:
+                known.append(arg)
+        return known
 
     def _call(self, op: Op, args: list[Any], attributes: dict[str, Any], node: onnx.NodeProto) -> fx.Node:
         for name, value in list(attributes.items()):
@@ -227,6 +263,7 @@ class GraphBuilder:
                 if op.takes(f"{name}_dtype"):
                     attributes[f"{name}_dtype"] = value.dtype
                 attributes[name] = value.item() if value.numel() == 1 else self._buffer(f"{node.output[0]}_{name}", value)
+        attributes = {name: value for name, value in attributes.items() if name not in op.defaults or not _same(op.defaults[name], value)}
         call = self.graph.create_node("call_function", op.function, tuple(args), attributes, name=identifier(node.output[0]))
         call.meta["onnx"] = f"{node.op_type} {node.name}".strip()
         return call
@@ -251,6 +288,10 @@ class GraphBuilder:
                 return self.root.get_buffer(value.target).tolist()
             return self.graph.call_function(torch.Tensor.tolist, (value,))
         return value
+
+
+def _same(default: Any, value: Any) -> bool:
+    return type(default) is type(value) and bool(default == value)
 
 
 def _without_unused_outputs(node: onnx.NodeProto, needed: set[str]) -> onnx.NodeProto:

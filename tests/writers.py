@@ -1,0 +1,191 @@
+"""What runs in the processes that `test_crash.py` and `test_full_disk.py` start: writers that are killed, or that the system refuses.
+
+They come from multiprocessing's forkserver, which loads this module (and torch) once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_ort_ckpt as toc
+from torch_ort_ckpt import folders
+from torch_ort_ckpt.formats import ort, sidecar
+
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["tests.writers"])
+
+
+def run(function: Callable[..., None], *args: object) -> int | None:
+    """Call a function of this module in a process of its own; the exit code."""
+    process = forkserver.Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def old() -> toc.CheckpointState:
+    return _state(0.0)
+
+
+def new() -> toc.CheckpointState:
+    return _state(1.0)
+
+
+def _state(value: float) -> toc.CheckpointState:
+    moments = {"w": {"momentum0": torch.full((40, 30), value), "momentum1": torch.full((40, 30), value + 0.25)}}
+    return toc.CheckpointState(
+        trainable={"w": torch.full((40, 30), value + 0.5)},
+        frozen={"scale": torch.full((), value)},
+        optimizer={"group0": toc.OptimizerGroup(int(value) + 1, 0.001, 0.01 + value, moments)},
+        properties={"epoch": int(value)},
+    )
+
+
+def save_and_die(path: Path, options: dict[str, Any], step: int, journal: Path) -> None:
+    """Save `new()`, killing this process before its `step`-th operation on the file system; each goes into the journal first."""
+    _install(step, journal)
+    toc.save(new(), path, **options)
+
+
+def repair_and_die(path: Path, step: int, journal: Path) -> None:
+    _install(step, journal)
+    sidecar.repair(path)
+
+
+def save_folder_and_die(path: Path, format: str, step: int, journal: Path) -> None:
+    _install(step, journal)
+    toc.save(new(), path, format=format)
+
+
+def repair_folder_and_die(path: Path, step: int, journal: Path) -> None:
+    _install(step, journal)
+    folders.repair(path)
+
+
+def save_forever(path: Path, kinds: tuple[bool, bool], started: Connection) -> None:
+    """Save `old()` and `new()` in turn until someone kills this process."""
+    started.send(None)
+    while True:
+        for make, external in zip((new, old), kinds, strict=True):
+            toc.save(make(), path, external_data=external, durable=False)
+
+
+def save_or_say_why(path: Path, external: bool, answer: Path) -> None:
+    """Save 800 kB; what went wrong, if anything, goes into the file `answer`."""
+    big = toc.CheckpointState(
+        trainable={"w": torch.ones(100_000)},
+        optimizer={"group0": toc.OptimizerGroup(1, states={"w": {"momentum0": torch.ones(100_000)}})},
+    )
+    assert ort is not None  # loaded already: a process without rights may not be able to
+    descriptor = os.open(answer, os.O_WRONLY | os.O_CREAT)
+    try:
+        toc.save(big, path, external_data=external)
+        told: list[str | None] = [None, None, None]
+    except toc.CheckpointError as error:
+        told = [type(error).__name__, error.path, str(error)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.write(descriptor, json.dumps(told).encode())
+
+
+def save_with_size_limit(path: Path, external: bool, answer: Path, limit: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    save_or_say_why(path, external, answer)
+
+
+def save_without_rights(path: Path, external: bool, answer: Path) -> None:
+    """As a user whom permissions apply to: root becomes nobody."""
+    answer.touch()
+    answer.chmod(0o666)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    save_or_say_why(path, external, answer)
+
+
+def save_on_small_disk(path: Path, external: bool, answer: Path, size: str) -> None:
+    """Put the folder on a tmpfs of that size, save there, and take what is in it afterwards back. Nobody else sees the mount."""
+    folder, copy = path.parent, path.parent.with_name("copy")
+    shutil.copytree(folder, copy)
+    mount_small_disk(folder, size)
+    shutil.copytree(copy, folder, dirs_exist_ok=True)
+    save_or_say_why(path, external, answer)
+    shutil.rmtree(copy)
+    shutil.copytree(folder, copy)
+
+
+def mount_small_disk(folder: Path, size: str) -> None:
+    new_mounts, new_user, private = 0x20000, 0x10000000, 0x44000
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = new_mounts | (0 if os.geteuid() == 0 else new_user)
+    for code in (
+        libc.unshare(flags),
+        libc.mount(b"none", b"/", None, private, None),
+        libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={size}".encode()),
+    ):
+        if code:
+            raise OSError(ctypes.get_errno(), "can't mount")
+
+
+class _Mortal:
+    """A file whose writes can be cut in two."""
+
+    def __init__(self, file: Any, step: Any) -> None:
+        self._file, self._step = file, step
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        half = len(view) // 2
+        self._step("write", len(view))
+        written = self._file.write(view[:half])
+        self._step("rest of write", len(view))
+        return int(written + self._file.write(view[half:]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+_WATCHED = ("open", "fsync", "replace", "unlink", "chmod", "rename", "mkdir", "rmdir")
+
+
+def _install(last: int, journal: Path) -> None:
+    log = journal.open("w", buffering=1)
+    names: dict[int, str] = {}
+    done = 0
+    real = {name: getattr(os, name) for name in ("fdopen", *_WATCHED)}
+
+    def step(*what: Any) -> None:
+        nonlocal done
+        done += 1
+        if done == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        log.write(json.dumps([str(item) for item in what]) + "\n")
+
+    def wrapped(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            step(name, *(names.get(arg, arg) if name == "fsync" else arg for arg in args))
+            result = real[name](*args, **options)
+            if name == "open":
+                names[result] = str(args[0])
+            return result
+
+        return call
+
+    for name in _WATCHED:
+        setattr(os, name, wrapped(name))
+    os.fdopen = lambda fd, mode, **options: (
+        _Mortal(real["fdopen"](fd, mode, **options), step) if "w" in mode else real["fdopen"](fd, mode, **options)
+    )  # type: ignore[assignment]

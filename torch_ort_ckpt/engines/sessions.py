@@ -1,0 +1,158 @@
+"""Sessions of ONNX Runtime: how they are made for training, and bindings of their inputs and outputs to PyTorch's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..artifacts import Artifacts
+from ..dtypes import short_name
+from ..errors import CheckpointError, MissingDependencyError, UnsupportedError
+from ..graphs import TensorSpec
+from ..state import split_half_suffix
+from . import EngineOptions, Tensors, cuda
+from .dlpack import as_input, from_ort, to_ort
+
+
+class GraphSession:
+    """One InferenceSession and which of its inputs are the user's, which parameters, and which half-precision aliases of parameters."""
+
+    def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
+        self.session = make_session(model, options)
+        self.device = options.device
+        self.stream = cuda.current_stream(options.device) if options.device.type == "cuda" else None
+        self.run_options = cuda.run_options(import_onnxruntime()) if self.stream is not None else None
+        self.specs = list(artifacts.parameters.values())
+        self.inputs = [spec.name if spec.name in names else None for spec in artifacts.inputs]
+        self.parameters = [(index, name) for index, name in enumerate(artifacts.parameters) if name in names]
+        order = list(artifacts.parameters)
+        self.aliases = [
+            (order.index(master), alias, split_half_suffix(alias)[1]) for alias, master in artifacts.aliases.items() if alias in names
+        ]
+
+
+class Binding:
+    """An IOBinding that remembers what it is bound to, and binds again only what has moved."""
+
+    def __init__(self, owner: GraphSession, outputs: Sequence[str]) -> None:
+        from onnxruntime.capi import _pybind_state as ort
+
+        self.owner = owner
+        self.io = ort.SessionIOBinding(owner.session._sess)
+        for name in outputs:
+            self.io.bind_output(name, ort_device(owner.device))
+        self._count = len(outputs)
+        self._indices = [index for index, _ in owner.parameters]
+        self._all = self._indices == list(range(len(owner.specs)))
+        self._pointers: list[int] = [-1] * len(self._indices)
+        self._aliases: list[torch.Tensor] | None = None
+
+    def bind(self, inputs: Tensors, parameters: Tensors) -> None:
+        for name, value in zip(self.owner.inputs, inputs, strict=True):
+            if name is not None:
+                self.io.bind_ortvalue_input(name, to_ort(as_input(value)))
+        tensors = parameters if self._all else [parameters[index] for index in self._indices]
+        # A parameter may have been swapped for a transposed view of itself: same pointer, other meaning.
+        pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
+        if pointers != self._pointers:
+            for position, (old, new) in enumerate(zip(self._pointers, pointers, strict=True)):
+                if old != new or not new:
+                    index, name = self.owner.parameters[position]
+                    self.io.bind_ortvalue_input(name, to_ort(as_input(_checked(tensors[position], self.owner.specs[index]))))
+            self._pointers = [pointer or -1 for pointer in pointers]
+        if self.owner.aliases:
+            self._refresh_aliases(parameters)
+
+    def run(self) -> list[torch.Tensor]:
+        """Execute; returns the outputs named at construction, in memory of their own."""
+        try:
+            if self.owner.stream is None:
+                self.owner.session._sess.run_with_iobinding(self.io, None)
+            else:
+                with cuda.ordered(self.owner.stream):
+                    self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options)
+        except ort_errors() as error:
+            raise CheckpointError(f"ONNX Runtime could not run the graph: {error}") from error
+        values = self.io.get_outputs()
+        return [from_ort(values[index]) for index in range(self._count)]
+
+    def _refresh_aliases(self, parameters: Tensors) -> None:
+        """Half-precision aliases follow their masters, whoever changed them since the last run."""
+        masters = [parameters[index].detach() for index, _, _ in self.owner.aliases]
+        if self._aliases is None:
+            self._aliases = [master.to(dtype) for master, (_, _, dtype) in zip(masters, self.owner.aliases, strict=True)]
+            for alias, (_, name, _) in zip(self._aliases, self.owner.aliases, strict=True):
+                self.io.bind_ortvalue_input(name, to_ort(alias))
+        torch._foreach_copy_(self._aliases, masters)
+
+
+def make_session(model: bytes | str, options: EngineOptions) -> Any:
+    """An InferenceSession with the settings a training loop needs."""
+    onnxruntime = import_onnxruntime()
+    settings = options.session_options or onnxruntime.SessionOptions()
+    if options.session_options is None:
+        settings.log_severity_level = 3
+        # Spinning ORT threads and PyTorch's OpenMP threads would take the cores from each other.
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if options.threads is not None:
+            settings.intra_op_num_threads = options.threads
+    # Packed copies of the weights would go stale with the first optimizer step.
+    settings.add_session_config_entry("session.disable_prepacking", "1")
+    for name, size in options.dimensions.items():
+        settings.add_free_dimension_override_by_name(name, size)
+    try:
+        if options.device.type != "cuda":
+            return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        stream = cuda.current_stream(options.device).cuda_stream
+        chosen = cuda.provider_options(options.device, stream, options.provider_options)
+        session = onnxruntime.InferenceSession(model, settings, providers=[(cuda.PROVIDER, chosen), "CPUExecutionProvider"])
+        cuda.loaded(session.get_providers())
+        return session
+    except ort_errors() as error:
+        path = model if isinstance(model, str) else None
+        raise CheckpointError(f"ONNX Runtime refuses the graph: {error}", path=path) from error
+
+
+def ort_errors() -> tuple[type[Exception], ...]:
+    """ORT's exceptions have no common root but `Exception`."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    names = ("EPFail", "EngineError", "Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "ModelLoaded", "NoModel", "NoSuchFile")
+    own = [getattr(state, name) for name in (*names, "NotImplemented", "RuntimeException") if hasattr(state, name)]
+    return (RuntimeError, ValueError, *own)
+
+
+def set_seed(seed: int) -> None:
+    """Every random number ORT draws next follows from this (process-wide)."""
+    import onnxruntime
+
+    onnxruntime.set_seed(seed)
+
+
+def import_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"ONNX Runtime is not installed ({error})", remedy='pip install "torch-ort-ckpt[ort]", or use engine="torch".'
+        ) from error
+    return onnxruntime
+
+
+def ort_device(device: torch.device) -> Any:
+    from onnxruntime.capi import _pybind_state as ort
+
+    kind = ort.OrtDevice.cuda() if device.type == "cuda" else ort.OrtDevice.cpu()
+    return ort.OrtDevice(kind, ort.OrtDevice.default_memory(), device.index or 0)
+
+
+def _checked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if tensor.dtype != spec.dtype and spec.dtype is not None:
+        raise UnsupportedError(
+            f"is {short_name(tensor.dtype)} now, the graph computes with {short_name(spec.dtype)}",
+            field=spec.name,
+            remedy=f"Call model.to(torch.{short_name(spec.dtype)}); for half precision export the artifacts so.",
+        )
+    return tensor

@@ -1,0 +1,181 @@
+"""`onnx`: the initializers of a model. Read: a state from them. Written: a model with the state's weights put into them.
+
+The model's file is read in place like any other format (initializers alias the mapping, external data included); writing parses the model
+with `onnx`, so that everything else in it stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from ..dtypes import ONNX_FROM_TORCH, STRING
+from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from ..names import joined_aliases, split_aliases
+from ..state import CheckpointState, Value, is_string, nbytes
+from ..storage import FileBuffer, PathLike, Progress, atomic_write, padding, pending_file, tensor_bytes, warn, write_tensor
+from .fileset import Fingerprint
+from .protobuf import Message, tensor
+
+SUFFIXES = (".onnx",)
+_GRAPH, _INITIALIZER, _BYTES = 7, 5, 2  # ModelProto.graph, GraphProto.initializer, the wire type of messages
+_EXTERNAL_ABOVE = 1800 << 20  # protobuf stops at 2 GiB
+_EXTERNAL_FROM = 1024
+
+
+def matches(path: Path) -> bool:
+    """Protobuf has no magic number: the suffix decides."""
+    return path.is_file() and path.suffix == ".onnx"
+
+
+def read(path: Path, *, mmap: bool = True) -> CheckpointState:
+    """The initializers as parameters. A model does not say what is trained: floating-point tensors count as trainable."""
+    buffer = FileBuffer(path, mmap=mmap)
+    outside = _Outside(path, mmap)
+    state = CheckpointState()
+    model = Message(buffer, 0, buffer.size, "model")
+    graphs = [Message(buffer, start, end, "graph") for number, wire, start, end in model.fields() if number == _GRAPH and wire == _BYTES]
+    if not graphs:
+        raise CorruptFileError("no graph inside", path=path, remedy="Is this an ONNX model?")
+    for graph in graphs:
+        index = 0
+        for number, wire, start, end in graph.fields():
+            if number != _INITIALIZER or wire != _BYTES:
+                continue
+            name, value = tensor(Message(buffer, start, end, f"initializer {index}"), outside.find)
+            index += 1
+            if name in state.trainable or name in state.frozen:
+                raise CorruptFileError("an initializer occurs twice", path=path, field=name)
+            (state.trainable if not is_string(value) and value.is_floating_point() else state.frozen)[name] = value
+    state._buffers = (buffer, *outside.buffers.values())
+    return split_aliases(state)
+
+
+class _Outside:
+    """External data files beside the model, opened when first needed."""
+
+    def __init__(self, path: Path, mmap: bool) -> None:
+        self.path, self.mmap = path, mmap
+        self.buffers: dict[str, FileBuffer] = {}
+
+    def find(self, entries: dict[str, str], size: int, name: str) -> tuple[FileBuffer, int]:
+        location = entries.get("location", "")
+        folder = os.path.realpath(self.path.parent)
+        place = os.path.realpath(os.path.join(folder, location))
+        if not location or os.path.isabs(location) or os.path.commonpath([folder, place]) != folder:
+            raise CheckpointError(f"external data outside the model's folder ({location!r})", path=self.path, field=name)
+        if location not in self.buffers:
+            if not os.path.exists(place):
+                raise MissingFileError("external data of the model is missing", path=place, field=name)
+            self.buffers[location] = FileBuffer(place, mmap=self.mmap)
+        buffer = self.buffers[location]
+        offset = entries.get("offset", "0")
+        if not offset.isdecimal() or int(offset) + size > buffer.size:
+            raise CorruptFileError(f"needs {size} bytes from {offset!r}, the file has {buffer.size}", path=place, field=name)
+        return buffer, int(offset)
+
+
+def write(
+    state: CheckpointState,
+    path: Path,
+    *,
+    durable: bool = True,
+    progress: Progress | None = None,
+    model: PathLike | None = None,
+    external_data: bool | None = None,
+) -> None:
+    """Put the weights into a copy of `model` (default: the model already at `path`), whose initializers name what goes where.
+
+    Every initializer that the state has is replaced; shapes and types must agree. The rest of the model stays. Above 1800 MiB (or with
+    `external_data`) the data goes into a file of its own, named by its content, so that model and data can't be mixed up.
+    """
+    if state.optimizer or state.properties:
+        warn(f"{path}: a model holds weights only; optimizer state and properties are left out")
+    proto = _parse(model if model is not None else path)
+    values = {**state.parameters, **joined_aliases(state)}
+    wanted = {item.name: item for item in proto.graph.initializer}
+    if unused := sorted(values.keys() - wanted.keys()):
+        warn(f"{path}: the model has no initializer for {', '.join(unused[:5])}{' ...' if len(unused) > 5 else ''}")
+    chosen = {name: values[name] for name in wanted if name in values}
+    if not chosen:
+        raise UnsupportedError("none of the state's weights is an initializer of the model", path=path)
+    for name, value in chosen.items():
+        _check(wanted[name], value, path)
+    total = sum(nbytes(value) for value in chosen.values())
+    if total > _EXTERNAL_ABOVE if external_data is None else external_data:
+        _write_pair(proto, wanted, chosen, path, durable, progress)
+    else:
+        for name, value in chosen.items():
+            _fill(wanted[name], value)
+            if progress:
+                progress(nbytes(value))
+        with atomic_write(path, durable=durable) as file:
+            file.write(proto.SerializeToString())
+
+
+def _write_pair(proto: Any, wanted: dict[str, Any], chosen: dict[str, Value], path: Path, durable: bool, progress: Progress | None) -> None:
+    fingerprint = Fingerprint()
+    target = Path(os.path.realpath(path))
+    with pending_file(f"{target}.data") as data:
+        end = 0
+        for name, value in chosen.items():
+            if is_string(value) or nbytes(value) < _EXTERNAL_FROM:
+                _fill(wanted[name], value)
+                continue
+            end += data.file.write(bytes(padding(end)))
+            _clear(wanted[name])
+            wanted[name].data_location = 1
+            for key, text in (("offset", str(end)), ("length", str(nbytes(value)))):
+                wanted[name].external_data.add(key=key, value=text)
+            end += write_tensor(data.file, value, progress)
+            fingerprint.update(value)
+        location = f"{target.name}.{fingerprint.identity()}.data"
+        for item in wanted.values():
+            if item.data_location == 1 and item.name in chosen:
+                item.external_data.add(key="location", value=location)
+        data.finish(durable)
+        data.commit(durable, target.with_name(location))
+    with atomic_write(path, durable=durable) as file:
+        file.write(proto.SerializeToString())
+    for place in target.parent.glob(f"{target.name}.*.data"):  # of earlier saves
+        middle = place.name.removeprefix(f"{target.name}.").removesuffix(".data")
+        if place.name != location and len(middle) == len(fingerprint.identity()) and not middle.strip("0123456789abcdef"):
+            with contextlib.suppress(OSError):
+                place.unlink()
+
+
+def _parse(path: PathLike) -> Any:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if not os.path.exists(path):
+        raise MissingFileError(
+            "no model to put the weights into", path=path, remedy="Pass model= (--model), an ONNX file with these initializers."
+        )
+    try:
+        return onnx.load(os.fspath(path))
+    except (DecodeError, OSError, ValueError, onnx.checker.ValidationError) as error:
+        raise CorruptFileError(f"not a readable ONNX model ({type(error).__name__}: {error})", path=path) from error
+
+
+def _check(item: Any, value: Value, path: PathLike) -> None:
+    number = STRING if is_string(value) else ONNX_FROM_TORCH.get(value.dtype)
+    if tuple(item.dims) != tuple(value.shape) or item.data_type != number:
+        mine, own = f"{tuple(value.shape)} of type {number}", f"{tuple(item.dims)} of type {item.data_type}"
+        raise UnsupportedError(f"{mine}, the model's initializer is {own}", path=path, field=item.name)
+
+
+def _clear(item: Any) -> None:
+    for name in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data", "external_data"):
+        item.ClearField(name)
+    item.data_location = 0
+
+
+def _fill(item: Any, value: Value) -> None:
+    _clear(item)
+    if is_string(value):
+        item.string_data.extend(str(text).encode("utf-8", "surrogateescape") for text in value.reshape(-1).tolist())
+    else:
+        item.raw_data = bytes(tensor_bytes(value)) if value.numel() else b""
