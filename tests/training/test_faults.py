@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import torch_ort_ckpt as toc
@@ -70,7 +71,6 @@ def test_missing_rights_are_said_and_leave_earlier_entries_whole() -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_long_run_keeps_memory_and_descriptors_flat(background: bool, steps: int, tmp_path: Path) -> None:
     """Saves at every other step."""
-    psutil = pytest.importorskip("psutil")
     process, setup = psutil.Process(), plain()
     feed = Feed(data())
     manager = toc.CheckpointManager(tmp_path, max_num_checkpoints=2, async_save=background, durable=False)

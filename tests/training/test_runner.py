@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -188,8 +189,10 @@ def test_a_torch_checkpoint_is_a_start_too(tmp_path: Path) -> None:
     assert int(next(iter(b.optimizer.state.values()))["step"]) == 5
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 def test_tensorboard_has_scalars_histograms_and_norms(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     runner(plain(), 20, log_dir=tmp_path, display_loss_steps=5, histogram_period=10, max_grad_norm=1.0, evaluation_period=20).run(
         data(), data()
     )

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--die", type=int, help="rank 1 is killed in the save of this step")
     parser.add_argument("--term", type=int, help="the last rank gets SIGTERM at this step")
     parser.add_argument("--fail", type=int, help="the last rank raises at this step")
+    parser.add_argument("--plain-loader", action="store_true", help="an ordinary shuffling loader, which the runner must shard")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--on-save-error", default="raise")
     options = parser.parse_args()
@@ -102,6 +103,8 @@ def make(kind: str) -> tuple[Any, Any]:
 
 
 def feed(options: argparse.Namespace, model: Any) -> Any:
+    if options.plain_loader:
+        return data(count=48, batch_size=options.batch)
     sampler = ResumableSampler(48, seed=3)
     if options.kind == "graph":
         from tests.training.setups import Setup

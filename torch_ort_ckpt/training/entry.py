@@ -117,9 +117,10 @@ def read_entry(path: Path) -> Entry:
 
 
 def write_state(folder: Path, state: CheckpointState, durable: bool) -> dict[str, FileRecord]:
-    """The ORT file. Several optimizer groups are kept apart, for ORT's loader reads them too."""
+    """The ORT file. Several optimizer groups are kept apart: ORT's loader reads them too. Half-precision aliases, which it does not read,
+    are left out: their masters say the same."""
     groups = "keep" if len(state.optimizer) > 1 else "single"
-    save(state, folder / CHECKPOINT, format="ort", include_mixed_precision=True, durable=durable, groups=groups)
+    save(state, folder / CHECKPOINT, format="ort", durable=durable, groups=groups)
     return _records(folder, [name for name in (CHECKPOINT, CHECKPOINT + ".data") if (folder / name).exists()])
 
 
