@@ -58,7 +58,7 @@ def train(directory: Path, until: int, background: bool = False) -> str:
 def kill(directory: Path, count: int) -> dict[str, Any]:
     """Fork, kill after a random time, look at what is there; in the end the weights must be those of a run that was never killed."""
     torch.set_num_threads(1)
-    _import_all(directory.with_name("warm"))
+    import_all(directory.with_name("warm"))
     generator = random.Random(count)
     newest = interrupted = lost = 0
     for number in range(count):
@@ -91,7 +91,7 @@ def kill(directory: Path, count: int) -> dict[str, Any]:
     return {"kills": count, "inside a save": interrupted, "lost": lost, "steps": end, "equal": resumed == whole, "leftovers": leftovers}
 
 
-def _import_all(directory: Path) -> None:
+def import_all(directory: Path) -> None:
     """What is imported on first use, so that the children spend their short lives saving."""
     setup = plain()
     for parameter in setup.model.parameters():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import traceback
 from pathlib import Path
 
 from tests.training import worker
+from tests.training.faults import import_all
 
 
 def run(ranks: int, arguments: list[str]) -> dict[str, object]:
@@ -72,6 +74,16 @@ def _wait(children: list[int]) -> list[int]:
     return [codes[child] for child in children]
 
 
+def warm_up() -> None:
+    """Import here, once, what PyTorch and this library import on first use."""
+    for name in ("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.checkpoint.state_dict", "onnxruntime"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder:
+        import_all(Path(folder))
+
+
 if __name__ == "__main__":
+    warm_up()
     for ranks, arguments in json.loads(sys.argv[1]):
         print(json.dumps(run(ranks, arguments)), flush=True)
