@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torch_ort_ckpt as toc
-from tests.training.setups import files_of
+from tests.training.setups import assert_equal, files_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="gloo over fork")
@@ -77,6 +77,21 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_no_half_entry(background: 
     assert again["digest"] == whole["digest"]
     assert steps_in(tmp_path / "b") == [6, 8, 10]
     assert files_of(tmp_path / "b") == {"checkpoint_6", "checkpoint_8", "checkpoint_10"}
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_all_ranks_write_one_dcp_folder_each_its_share(kind: str, tmp_path: Path) -> None:
+    """With FSDP2 the state's tensors are shards themselves; reading gives them whole."""
+    (run,) = launch((2, tmp_path / "a", 4, "--kind", kind, "--dcp", tmp_path / "c.dcp"))
+    assert run["codes"] == [0, 0], run["errors"]
+    sizes = [place.stat().st_size for place in (tmp_path / "c.dcp").glob("*.distcp")]
+    assert len(sizes) == 2
+    assert min(sizes) > 0.2 * sum(sizes)
+    entry = toc.CheckpointManager(tmp_path / "a").latest()
+    assert entry is not None
+    found, expected = toc.load(tmp_path / "c.dcp"), entry.state()
+    assert_equal(dict(found.trainable), dict(expected.trainable))
+    assert found.optimizer["group0"] == expected.optimizer["group0"]
 
 
 def test_under_torchrun_a_failing_rank_ends_the_job_and_a_restart_resumes(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--term", type=int, help="the last rank gets SIGTERM at this step")
     parser.add_argument("--fail", type=int, help="the last rank raises at this step")
     parser.add_argument("--plain-loader", action="store_true", help="an ordinary shuffling loader, which the runner must shard")
+    parser.add_argument("--dcp", help="write the trained state here, all ranks together")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--on-save-error", default="raise")
     options = parser.parse_args()
@@ -70,6 +71,8 @@ def main() -> None:
 
     loss = None if options.kind == "graph" else cross_entropy
     result = toc.TrainingRunner(model, optimizer, config, loss=loss, callbacks=[watch]).run(loader)
+    if options.dcp:
+        toc.save(toc.from_torch(distributed.unwrap(model), optimizer), options.dcp, format="dcp")
     values = full_parameters(model)
     if distributed.rank() == 0:
         digest = hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in sorted(values.items()))).hexdigest()
