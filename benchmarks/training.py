@@ -117,8 +117,9 @@ def resume(megabytes: int, rounds: int, folder: Path, cold: bool) -> list[str]:
         raise SystemExit("the entry is gone")
     files = [entry.path / name for name in entry.files]
 
+    buffer = bytearray(entry.nbytes)
+
     def read() -> None:
-        buffer = bytearray(entry.nbytes)
         view, done = memoryview(buffer), 0
         for path in files:
             with open(path, "rb", buffering=0) as file:
