@@ -76,9 +76,12 @@ def test_the_compile_option_trains(exported: Exported) -> None:
     folder, _ = exported("mlp")
     batch = FAMILIES["mlp"].batch(3)
     loss, expected = reference(toc.OrtModule(folder, engine="torch"), batch)
-    found, compiled = reference(toc.OrtModule(folder, engine="torch", compile=True), batch)
+    model = toc.OrtModule(folder, engine="torch", compile=True)
+    found, compiled = reference(model, batch)
     torch.testing.assert_close(found, loss)
     torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.train_step(*batch), loss)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_autocast(model: toc.OrtModule, batch: list[torch.Tensor]) -> None:

@@ -103,6 +103,15 @@ def test_training_with_half_precision_aliases(tmp_path: Path, suffix: str, dtype
     )
 
 
+def test_a_loss_scale_does_not_overflow_half_gradients(tmp_path: Path) -> None:
+    model = toc.OrtModule(mixed(tmp_path, "_fp16", half_gradients=True), threads=1)
+    model(*batch("mlp")).backward()
+    plain = model.fc1.weight.grad.clone()
+    model.zero_grad()
+    (model(*batch("mlp")) * 2.0**20).backward()
+    assert torch.equal(model.fc1.weight.grad, plain * 2.0**20)
+
+
 def test_checkpoints_keep_masters_and_aliases_together(tmp_path: Path) -> None:
     artifacts = mixed(tmp_path, "_fp16")
     model = toc.OrtModule(artifacts, threads=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
@@ -117,16 +117,20 @@ class _Gradients(torch.autograd.Function):
                 "backward through the same forward a second time",
                 remedy="Pass retain_graph=True to the first backward, or run the model again.",
             )
-        buffer, keep = ctx.buffer, torch._C._autograd._get_current_graph_task_keep_graph()
+        buffer, keep = ctx.buffer, _keeps_graph()
         if keep:
             flats = [flat.clone() for flat in ctx.lease]
         else:
             flats, ctx.lease, ctx.buffer = ctx.lease, None, None
-        if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
-            torch._foreach_mul_(flats, grad_loss.reshape(()))
-        gradients = buffer.views(flats)
-        if ctx.dtypes is not None:
-            gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        scaled = grad_loss.device.type != "cpu" or grad_loss.item() != 1.0
+        if ctx.dtypes is None:
+            if scaled:
+                torch._foreach_mul_(flats, grad_loss.reshape(()))
+            gradients = buffer.views(flats)
+        else:  # half-precision gradients: to the masters' precision first, where a loss scale does not overflow
+            gradients = [gradient.to(dtype) for gradient, dtype in zip(buffer.views(flats), ctx.dtypes, strict=True)]
+            if scaled:
+                torch._foreach_mul_(gradients, grad_loss.reshape(()))
         if ctx.input_gradients:
             gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.input_gradients)]
         if not all(needed):
@@ -134,6 +138,10 @@ class _Gradients(torch.autograd.Function):
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
         del flats
         return (None, None, None, None, *gradients)
+
+
+# Before PyTorch 2.6 a backward can't tell whether it may be followed by another: its gradients are then copies.
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 class _TrainingGraph(GraphSession):

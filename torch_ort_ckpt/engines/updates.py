@@ -49,7 +49,8 @@ class GraphUpdater:
         self._artifacts = artifacts
         self._options = EngineOptions(threads=options.threads, session_options=options.session_options)
         self._sessions: dict[OptimizerSpec, Any] = {}
-        session = self._session(artifacts.optimizer_spec)
+        self._built_in = artifacts.optimizer_spec
+        session = self._default = self._session(self._built_in)
         self._names = {value.name for value in session.get_inputs()}
         self._outputs = [session.get_outputs()[0].name]
         self._lists: dict[str, dict[tuple[int, ...], list[Any]]] = {}
@@ -66,11 +67,11 @@ class GraphUpdater:
             "second_order_moments": self._arrays("second", update.second),
         }
         try:
-            session = self._session(update.hyperparameters)
+            session = self._default if update.hyperparameters is self._built_in else self._session(update.hyperparameters)
             (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
             raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
-        torch.autograd.graph.increment_version(update.parameters)
+        _increment_versions(update.parameters)
         return bool(np.asarray(updated).reshape(-1)[0])
 
     def _session(self, spec: OptimizerSpec) -> Any:
@@ -81,7 +82,7 @@ class GraphUpdater:
             if len(self._sessions) >= 16:
                 self._sessions.clear()
             model, path = self._artifacts.optimizer, self._artifacts.optimizer_path
-            built_in = spec == self._artifacts.optimizer_spec
+            built_in = spec == self._built_in
             if model is None:
                 if not built_in:
                     raise UnsupportedError(
@@ -156,6 +157,15 @@ def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.Mo
             del node.attribute[:]
             node.attribute.extend([*kept, *(onnx.helper.make_attribute(name, float(value)) for name, value in values.items())])
     return changed
+
+
+def _increment_versions(tensors: Tensors) -> None:
+    """Tell autograd that the tensors changed, which it can't see when ORT writes."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except TypeError:  # PyTorch 2.4 takes one tensor at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def with_boolean_flag(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -124,8 +124,9 @@ class OrtOptimizer(torch.optim.Optimizer):
         return self._updater
 
     def _hyperparameters(self, group: dict[str, Any]) -> OptimizerSpec:
-        if self.spec.kind == "SGD":
-            return self.spec
+        spec = self.spec
+        if spec.kind == "SGD" or (group["betas"], group["eps"], group["weight_decay"]) == (spec.betas, spec.eps, spec.weight_decay):
+            return spec
         return dataclasses.replace(
             self.spec, betas=tuple(group["betas"]), eps=float(group["eps"]), weight_decay=float(group["weight_decay"])
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ class TorchEngine:
 
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         order = list(self.artifacts.parameters)
+        if self.options.compile and self.training_graph is not None:
+            places = [order.index(name) for name in self.artifacts.trainable]
+            result: tuple[tuple[torch.Tensor, ...], Tensors] = self._compiled_step(places, list(inputs), [p.detach() for p in parameters])
+            return result
         with torch.enable_grad():
             outputs = self.train(inputs, parameters, seed)
             trainable = [parameters[order.index(name)] for name in self.artifacts.trainable]
@@ -49,6 +54,25 @@ class TorchEngine:
         for place, gradient in zip(chosen, found, strict=True):
             gradients[place] = torch.zeros_like(trainable[place]) if gradient is None else gradient
         return tuple(output.detach() for output in outputs), gradients
+
+    @cached_property
+    def _compiled_step(self) -> Callable[..., Any]:
+        """Loss and gradients as one compiled function: nothing is saved for, or handed out by, a backward of its own."""
+        graph = self.training_graph
+        assert graph is not None
+
+        def outputs_and_gradients(places: list[int], inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> Any:
+            def loss_of(trainable: list[torch.Tensor]) -> Any:
+                values = list(parameters)
+                for place, value in zip(places, trainable, strict=True):
+                    values[place] = value
+                outputs = graph.plain(inputs, values)
+                return outputs[0], outputs
+
+            gradients, outputs = torch.func.grad(loss_of, has_aux=True)([parameters[place] for place in places])
+            return outputs, gradients
+
+        return torch.compile(outputs_and_gradients)
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         if self.eval_graph is None:
@@ -67,11 +91,19 @@ class TorchGraph:
     run: Callable[..., Any]
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        outputs: tuple[torch.Tensor, ...] = self.run(*self.arguments(inputs, parameters))
+        return outputs
+
+    def plain(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        """The same, never compiled on its own."""
+        outputs: tuple[torch.Tensor, ...] = self.translation.module.forward(*self.arguments(inputs, parameters))
+        return outputs
+
+    def arguments(self, inputs: Tensors, parameters: Tensors) -> list[torch.Tensor]:
         arguments = [inputs[place] for place in self.inputs]
         for place, half in self.parameters:
             arguments.append(parameters[place] if half is None else parameters[place].to(half))
-        outputs: tuple[torch.Tensor, ...] = self.run(*arguments)
-        return outputs
+        return arguments
 
 
 def make_graph(artifacts: Artifacts, options: EngineOptions, *, training: bool) -> TorchGraph:
