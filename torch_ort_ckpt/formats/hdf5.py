@@ -2,7 +2,7 @@
 
 Groups are symbol tables, datasets lie in one piece, strings in global heaps: HDF5's earliest layout, h5py's default. Every address and
 length is checked before use, so a damaged file gives an error (libhdf5 itself can loop for minutes on one). Files in the newer, checksummed
-layout are opened with h5py (`hdf5_new.py`). Links, virtual and external datasets lead out of the file and are refused.
+layout are opened with h5py (`hdf5_library.py`). Links, virtual and external datasets lead out of the file and are refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_tree(buffer: FileBuffer) -> Tree:
     """Everything in the file. Tensors alias `buffer`."""
     if bytes(buffer.data[:8]) != SIGNATURE:
         raise CorruptFileError("not an HDF5 file", path=buffer.path)
-    from .hdf5_new import read_new_tree
+    from .hdf5_library import read_new_tree
 
     if buffer.size > 8 and buffer.data[8] >= 2:
         return read_new_tree(buffer)

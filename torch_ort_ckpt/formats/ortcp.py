@@ -58,7 +58,7 @@ def read(path: Path, *, mmap: bool = True, unsafe_user_dict: bool = False) -> Ch
 
 def write(state: CheckpointState, path: Path, *, durable: bool = True, progress: Progress | None = None) -> None:
     """Write one file as ORT's `_checkpoint_storage` laid it out."""
-    from .hdf5_new import h5py_module
+    from .hdf5_library import h5py_module
 
     moments.check_plain(state, path)
     h5py = h5py_module(path)

@@ -31,6 +31,8 @@ class TorchEngine:
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         self.artifacts, self.options = artifacts, options
+        # What a forward reads must be there before torch.compile traces it: a cached property takes a lock when first computed.
+        self._read_by_forward = artifacts.inputs, artifacts.input_gradients
         self.training_graph = make_graph(artifacts, options, training=True) if artifacts.training_path else None
         self.eval_graph = make_graph(artifacts, options, training=False) if artifacts.eval_path else None
 
