@@ -37,7 +37,7 @@ def demo(folder: Path) -> Iterator[Row]:
     if importlib.util.find_spec("onnxruntime") is None:
         raise MissingDependencyError(
             "the demo trains with ONNX Runtime, which is not installed",
-            remedy="pip install 'torch-ort-ckpt[ort]' (Python 3.11 or older).",
+            remedy="pip install 'torch-ort-ckpt[ort]' (Python 3.11 or older). `torch-ort-ckpt doctor` shows what works here.",
         )
     folder.mkdir(parents=True, exist_ok=True)
     model = network()

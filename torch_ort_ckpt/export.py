@@ -268,7 +268,8 @@ def _generate(
         from onnxruntime.training import artifacts, onnxblock
     except ImportError as error:
         raise MissingDependencyError(
-            "making gradient graphs needs onnxruntime-training", remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.12).'
+            f"making gradient graphs needs onnxruntime-training ({error})",
+            remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.12). `torch-ort-ckpt doctor` shows what works here.',
         ) from error
     from .engines.sessions import ort_errors
 

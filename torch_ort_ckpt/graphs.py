@@ -89,7 +89,9 @@ def describe_ort_file(path: str | os.PathLike[str], side: str) -> list[TensorSpe
         import onnxruntime
     except ImportError as error:
         raise MissingDependencyError(
-            "only ONNX Runtime reads .ort models", path=path, remedy='pip install "torch-ort-ckpt[ort]"'
+            f"only ONNX Runtime reads .ort models ({error})",
+            path=path,
+            remedy='pip install "torch-ort-ckpt[ort]", or use the .onnx files. `torch-ort-ckpt doctor` shows what works here.',
         ) from error
     session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
     found = session.get_inputs() if side == "input" else session.get_outputs()

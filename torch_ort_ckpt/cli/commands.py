@@ -21,7 +21,7 @@ from ..formats import FORMATS, detect, format_for, save
 from ..integrity import verify
 from ..state import format_bytes
 from ..summary import Summary, TensorSummary, summarize
-from . import completion, ranks, training
+from . import completion, machine, pages, ranks, training
 from .output import console, print_json, print_line, progress_bar, table
 from .writing import add_writing, command, contents, escaped, size_of, writing_options
 
@@ -41,6 +41,7 @@ def add_all(subparsers: Any) -> None:
     ranks.add_split(subparsers)
     training.add_all(subparsers)
     _add_demo(subparsers)
+    machine.add_doctor(subparsers)
     completion.add(subparsers)
 
 
@@ -53,9 +54,12 @@ def _add_inspect(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
     parser.add_argument("--no-stats", action="store_true", help="structure only: does not read the tensors' data")
     parser.add_argument("--format", choices=FORMATS, help="do not detect the format")
+    parser.add_argument("--html", metavar="FILE", help="write a page with table, histograms and charts, for a browser, instead")
 
 
 def run_inspect(options: argparse.Namespace) -> int:
+    if options.html:
+        return pages.write_inspection(options)
     with progress_bar("reading", size_of(options.path)) as advance:
         found = summarize(options.path, format=options.format, statistics=not options.no_stats, progress=advance)
     if options.json:
@@ -185,9 +189,12 @@ def _add_diff(subparsers: Any) -> None:
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (default 0: bit for bit)")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance")
     parser.add_argument("--json", action="store_true", help="print a JSON document")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the change of each tensor plotted, for a browser, instead")
 
 
 def run_diff(options: argparse.Namespace) -> int:
+    if options.html:
+        return pages.write_comparison(options)
     with progress_bar("comparing", size_of(options.a) + size_of(options.b)) as advance:
         report = diff(options.a, options.b, atol=options.atol, rtol=options.rtol, progress=advance)
     if options.json:

@@ -20,12 +20,13 @@ def check(device: torch.device, providers: list[str]) -> torch.device:
     """The device with its index, after making sure that PyTorch and ONNX Runtime both have it."""
     if not torch.cuda.is_available():
         raise CheckpointError(
-            f"device {device}: PyTorch finds no CUDA device", remedy='Use device="cpu", or install the CUDA build of torch and its driver.'
+            f"device {device}: PyTorch finds no CUDA device",
+            remedy='Use device="cpu", or install the CUDA build of torch and its driver (`torch-ort-ckpt doctor`).',
         )
     if PROVIDER not in providers:
         raise MissingDependencyError(
             f"device {device}: this build of onnxruntime has no CUDA provider (it has {', '.join(providers)})",
-            remedy='pip install "torch-ort-ckpt[cuda]" in place of onnxruntime-training-cpu, or use engine="torch".',
+            remedy='pip install "torch-ort-ckpt[cuda]" in place of this one, or use engine="torch" (`torch-ort-ckpt doctor`).',
         )
     index = device.index if device.index is not None else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
@@ -44,7 +45,7 @@ def loaded(session_providers: list[str]) -> None:
     if PROVIDER not in session_providers:
         raise MissingDependencyError(
             "ONNX Runtime could not load its CUDA provider",
-            remedy="Its CUDA and cuDNN libraries must match the build: see the log above, and LD_LIBRARY_PATH.",
+            remedy="Its CUDA and cuDNN libraries must match the build: `torch-ort-ckpt doctor` names the missing one.",
         )
 
 

@@ -112,7 +112,11 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
         return session
     except ort_errors() as error:
         path = model if isinstance(model, str) else None
-        raise CheckpointError(f"ONNX Runtime refuses the graph: {error}", path=path) from error
+        raise CheckpointError(
+            f"ONNX Runtime refuses the graph: {error}",
+            path=path,
+            remedy='engine="torch" may run it; `torch-ort-ckpt doctor` shows whether this onnxruntime can train.',
+        ) from error
 
 
 def ort_errors() -> tuple[type[Exception], ...]:
@@ -136,7 +140,8 @@ def import_onnxruntime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise MissingDependencyError(
-            f"ONNX Runtime is not installed ({error})", remedy='pip install "torch-ort-ckpt[ort]", or use engine="torch".'
+            f"ONNX Runtime can't be imported ({error})",
+            remedy='pip install "torch-ort-ckpt[ort]", or use engine="torch". `torch-ort-ckpt doctor` shows what works here.',
         ) from error
     return onnxruntime
 

@@ -1,0 +1,24 @@
+"""`inspect --html` and `diff --html`: a page for a browser in the place of tables."""
+
+from __future__ import annotations
+
+import argparse
+
+from .. import report
+from .output import print_line, progress_bar
+from .writing import escaped, size_of
+
+
+def write_inspection(options: argparse.Namespace) -> int:
+    with progress_bar("reading", size_of(options.path)) as advance:
+        content = report.inspection(options.path, format=options.format, statistics=not options.no_stats, progress=advance)
+    report.write(content, options.html)
+    print_line(f"{escaped(options.html)}: {len(content['rows'])} tensors, open it in a browser")
+    return 0
+
+
+def write_comparison(options: argparse.Namespace) -> int:
+    content, found = report.comparison(options.a, options.b, atol=options.atol, rtol=options.rtol)
+    report.write(content, options.html)
+    print_line(f"{escaped(options.html)}: {len(found)} of {found.compared} differ, open it in a browser")
+    return 0 if found.equal else 1

@@ -1,0 +1,60 @@
+"""One self-contained page about a checkpoint, or about two: for a browser without network. Behind `inspect --html` and `diff --html`.
+
+`inspection` and `comparison` describe the page as plain data (rows, columns, charts); `page.js` draws any such description.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from importlib import resources
+from typing import Any
+
+from ..errors import CheckpointError
+from ..storage import PathLike, atomic_write
+from .comparison import comparison
+from .inspection import inspection
+
+__all__ = ["comparison", "inspection", "render", "write"]
+
+_START = "<!doctype html>"
+
+
+def write(content: dict[str, Any], path: PathLike) -> None:
+    """Write the page. An older page is replaced; any other file is not, least of all a checkpoint."""
+    if os.path.lexists(path):
+        try:
+            with open(path, "rb") as file:
+                ours = file.read(len(_START)) == _START.encode()
+        except OSError as error:
+            raise CheckpointError(f"can't be written ({error.strerror})", path=path) from error
+        if not ours:
+            raise CheckpointError("exists already, and is not a report", path=path, remedy="Choose another name for the page.")
+    with atomic_write(path) as file:
+        file.write(render(content).encode())
+
+
+def render(content: dict[str, Any]) -> str:
+    """The page as text. Names come from files: they enter it as data only, never as markup."""
+    data = json.dumps(_plain(content), ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = _asset("page.html")
+    for name, text in (("style", _asset("page.css")), ("script", _asset("page.js")), ("data", data)):
+        before, _, after = page.partition(f"%{name}%")
+        page = before + text + after
+    return page
+
+
+def _asset(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _plain(content: Any) -> Any:
+    """What JSON can hold: NaN and infinity become null (they are counted elsewhere), lone surrogates a replacement."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {_plain(str(key)): _plain(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_plain(value) for value in content]
+    return content.encode("utf-8", "replace").decode() if isinstance(content, str) else content
