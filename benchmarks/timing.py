@@ -8,8 +8,14 @@ import time
 from collections.abc import Callable
 
 
-def interleaved(contenders: dict[str, Callable[[], object]], rounds: int, between: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Median seconds of each contender over `rounds`, after one warm-up round. `between` runs before each call, outside the clock."""
+def interleaved(
+    contenders: dict[str, Callable[[], object]],
+    rounds: int,
+    between: Callable[[], object] = lambda: None,
+    pick: Callable[[list[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Median (or what `pick` takes) of the seconds of each contender over `rounds`, after one warm-up round. `between` runs before each
+    call, outside the clock."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
@@ -21,7 +27,7 @@ def interleaved(contenders: dict[str, Callable[[], object]], rounds: int, betwee
             del result
             if number:
                 times[name].append(spent)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: pick(values) for name, values in times.items()}
 
 
 def table(title: str, header: list[str], rows: list[list[str]]) -> str:

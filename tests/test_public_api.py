@@ -12,6 +12,7 @@ import torch_ort_ckpt as toc
 def test_the_names_are_there() -> None:
     expected = {
         "CheckpointError", "CheckpointState", "CheckpointWarning", "NameMap", "OptimizerGroup", "PartitionInfo", "Report",
+        "CheckpointManager", "LearningRate", "RunnerConfig", "TrainingRunner", "optimal_checkpoint_period",
         "average", "convert", "detect", "diff", "from_torch", "load", "save", "to_optimizer_state_dict", "to_state_dict", "verify",
     }  # fmt: skip
     assert expected <= set(toc.__all__)
@@ -33,6 +34,10 @@ def test_the_signatures_are_the_contract() -> None:
     assert parameters(toc.CheckpointState)[:8] == [
         "trainable", "frozen", "optimizer", "properties", "mixed_precision", "partitions", "nominal", "format_version",
     ]  # fmt: skip
+    manager = {"directory", "period", "max_num_checkpoints", "keep_best", "async_save"}
+    assert manager <= set(parameters(toc.CheckpointManager))
+    assert parameters(toc.TrainingRunner)[:3] == ["model", "optimizer", "config"]
+    assert parameters(toc.TrainingRunner.run)[1:] == ["train_loader", "test_loader"]
     assert parameters(toc.OptimizerGroup)[:4] == ["step", "initial_lr", "lr", "states"]
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .runtime.session import TrainingSession
     from .source import to_torch_module
     from .stages import pipeline_stages
+    from .training.config import RunnerConfig
+    from .training.manager import CheckpointManager
+    from .training.runner import TrainingRunner
+    from .training.schedule import LearningRate, optimal_checkpoint_period
 
 __version__ = "0.1.0"
 
@@ -30,6 +34,11 @@ _LAZY = {
     "OptimizerSpec": ".artifacts",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
+    "CheckpointManager": ".training.manager",
+    "LearningRate": ".training.schedule",
+    "RunnerConfig": ".training.config",
+    "TrainingRunner": ".training.runner",
+    "optimal_checkpoint_period": ".training.schedule",
     "TrainingSession": ".runtime.session",
     "export_artifacts": ".export",
     "pipeline_stages": ".stages",
@@ -41,8 +50,10 @@ _LAZY = {
 __all__ = [
     "Artifacts",
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointState",
     "CheckpointWarning",
+    "LearningRate",
     "NameMap",
     "OptimizerGroup",
     "OptimizerSpec",
@@ -51,6 +62,8 @@ __all__ = [
     "PartitionInfo",
     "PartitionPlan",
     "Report",
+    "RunnerConfig",
+    "TrainingRunner",
     "TrainingSession",
     "average",
     "convert",
@@ -60,6 +73,7 @@ __all__ = [
     "from_torch",
     "load",
     "merge",
+    "optimal_checkpoint_period",
     "pipeline_stages",
     "register_op",
     "save",

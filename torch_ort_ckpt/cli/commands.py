@@ -21,7 +21,7 @@ from ..formats import FORMATS, detect, format_for, save
 from ..integrity import verify
 from ..state import format_bytes
 from ..summary import Summary, TensorSummary, summarize
-from . import completion, machine, pages, ranks
+from . import completion, machine, pages, ranks, training
 from .output import console, print_json, print_line, progress_bar, table
 from .writing import add_writing, command, contents, escaped, size_of, writing_options
 
@@ -39,6 +39,7 @@ def add_all(subparsers: Any) -> None:
     _add_average(subparsers)
     ranks.add_merge(subparsers)
     ranks.add_split(subparsers)
+    training.add_all(subparsers)
     _add_demo(subparsers)
     machine.add_doctor(subparsers)
     completion.add(subparsers)

@@ -33,10 +33,10 @@ from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
 
-FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx")
+FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
 
-_FOLDERS = ("pbseq", "runner")
+_FOLDERS = ("pbseq", "runner", "dcp")
 """Formats whose checkpoints are folders, always."""
 
 

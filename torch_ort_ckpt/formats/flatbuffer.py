@@ -11,6 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from ..errors import CorruptFileError
@@ -22,6 +23,9 @@ _SHARED_TEXT = 16 << 20
 """Strings may be shared, so their text can be more than the file's size; beyond this much the file's size sets the limit."""
 
 
+_TOO_MUCH = "the parts of the file add up to more than the file (they overlap)"
+
+
 class Reader:
     """Verified access to one buffer."""
 
@@ -29,10 +33,10 @@ class Reader:
         self.data = data
         self.size = len(data)
         self.path = path
-        self._vtables: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.vtables: dict[int, tuple[tuple[int, ...], int]] = {}
         self._strings: dict[int, bytes] = {}
-        self._extents: list[tuple[int, int, Table | None, str]] = []
-        self._claimed = 0
+        self.extents: list[tuple[int, int, Table | None, str]] = []
+        self.claimed = 0  # bytes in use: what does not overlap can't add up to more than the file
         self._text = 0  # bytes of strings handed out, shared ones each time
 
     def root(self, identifier: bytes) -> Table:
@@ -42,16 +46,16 @@ class Reader:
 
     def finish(self) -> None:
         """After everything was visited: refuse overlapping tables and vectors."""
-        self._extents.sort(key=lambda extent: extent[:2])
+        self.extents.sort(key=itemgetter(0))
         end = 8
-        for start, stop, parent, label in self._extents:
+        for start, stop, parent, label in self.extents:
             if start < end:
                 raise self.error(parent, label, "overlaps another part of the file")
             end = stop
 
     def close(self) -> None:
         """Drop what was visited. Tables and reader hold each other, and with them the mapped file, until the garbage collector comes."""
-        self._extents.clear()
+        self.extents.clear()
 
     def error(self, parent: Table | None, label: str, what: str) -> CorruptFileError:
         return CorruptFileError(
@@ -61,28 +65,20 @@ class Reader:
             remedy="The file is damaged or was not written by ONNX Runtime; restore it from a copy.",
         )
 
-    def claim(self, start: int, stop: int, parent: Table | None, label: str) -> None:
-        """Note that these bytes are in use. What does not overlap can't add up to more than the file."""
-        self._extents.append((start, stop, parent, label))
-        self._claimed += stop - start
-        if self._claimed > self.size:
-            raise self.error(parent, label, "the parts of the file add up to more than the file (they overlap)")
-
     def vtable(self, position: int, table: Table) -> tuple[tuple[int, ...], int]:
-        found = self._vtables.get(position)
-        if found is None:
-            if position < 0 or position % 2 or position + 4 > self.size:
-                raise self.error(table.parent, table.label, "vtable outside the file")
-            size, inline = struct.unpack_from("<HH", self.data, position)
-            if size < 4 or size % 2 or position + size > self.size:
-                raise self.error(table.parent, table.label, f"vtable of impossible size {size}")
-            fields = struct.unpack_from(f"<{(size - 4) // 2}H", self.data, position + 4)
-            if inline < 4:
-                raise self.error(table.parent, table.label, f"table of impossible size {inline}")
-            if max(fields, default=0) >= inline:  # once per vtable, however many tables share it
-                raise self.error(table.parent, table.label, "a field lies outside its table")
-            found = self._vtables[position] = (fields, inline)
-        return found
+        """Read a vtable that is not in `vtables` yet: checked once, however many tables share it."""
+        if position < 0 or position % 2 or position + 4 > self.size:
+            raise self.error(table.parent, table.label, "vtable outside the file")
+        size, inline = struct.unpack_from("<HH", self.data, position)
+        if size < 4 or size % 2 or position + size > self.size:
+            raise self.error(table.parent, table.label, f"vtable of impossible size {size}")
+        fields = struct.unpack_from(f"<{(size - 4) // 2}H", self.data, position + 4)
+        if inline < 4:
+            raise self.error(table.parent, table.label, f"table of impossible size {inline}")
+        if max(fields, default=0) >= inline:
+            raise self.error(table.parent, table.label, "a field lies outside its table")
+        self.vtables[position] = (fields, inline)
+        return fields, inline
 
     def string(self, position: int, parent: Table, label: str) -> bytes:
         found = self._strings.get(position)
@@ -107,7 +103,10 @@ class Reader:
             raise self.error(parent, label, f"says {count} elements of {itemsize} bytes, more than the file holds")
         if itemsize == 8 and start % 8 and count:
             raise self.error(parent, label, "misaligned")
-        self.claim(position, stop, parent, label)
+        self.extents.append((position, stop, parent, label))
+        self.claimed += stop - position
+        if self.claimed > self.size:
+            raise self.error(parent, label, _TOO_MUCH)
         return start, count
 
 
@@ -120,11 +119,14 @@ class Table:
         self.reader, self.position, self.parent, self.label = reader, position, parent, label
         if position % 4 or position + 4 > reader.size:
             raise reader.error(parent, label, "points outside the file")
-        back = _I32.unpack_from(reader.data, position)[0]
-        self._fields, inline = reader.vtable(position - back, self)
+        vtable = position - _I32.unpack_from(reader.data, position)[0]
+        self._fields, inline = reader.vtables.get(vtable) or reader.vtable(vtable, self)
         if position + inline > reader.size:
             raise reader.error(parent, label, f"table of impossible size {inline}")
-        reader.claim(position, position + inline, parent, label)
+        reader.extents.append((position, position + inline, parent, label))
+        reader.claimed += inline
+        if reader.claimed > reader.size:
+            raise reader.error(parent, label, _TOO_MUCH)
 
     @property
     def where(self) -> str:
@@ -132,7 +134,8 @@ class Table:
 
     def _slot(self, number: int, size: int, label: str) -> int:
         """Position of a field's value; 0 when absent."""
-        offset = self._fields[number] if number < len(self._fields) else 0
+        fields = self._fields
+        offset = fields[number] if number < len(fields) else 0
         if not offset:
             return 0
         position = self.position + offset
@@ -140,18 +143,17 @@ class Table:
             raise self.reader.error(self, label, "field outside the file or misaligned")
         return position
 
-    def _scalar(self, codec: struct.Struct, number: int, label: str, default: Any) -> Any:
-        slot = self._slot(number, codec.size, label)
-        return codec.unpack_from(self.reader.data, slot)[0] if slot else default
-
     def int32(self, number: int, label: str, default: int = 0) -> int:
-        return int(self._scalar(_I32, number, label, default))
+        slot = self._slot(number, 4, label)
+        return _I32.unpack_from(self.reader.data, slot)[0] if slot else default
 
     def int64(self, number: int, label: str, default: int = 0) -> int:
-        return int(self._scalar(_I64, number, label, default))
+        slot = self._slot(number, 8, label)
+        return _I64.unpack_from(self.reader.data, slot)[0] if slot else default
 
     def float32(self, number: int, label: str, default: float = 0.0) -> float:
-        return float(self._scalar(_F32, number, label, default))
+        slot = self._slot(number, 4, label)
+        return _F32.unpack_from(self.reader.data, slot)[0] if slot else default
 
     def boolean(self, number: int, label: str) -> bool:
         slot = self._slot(number, 1, label)
@@ -161,7 +163,7 @@ class Table:
         slot = self._slot(number, 4, label)
         if not slot:
             return 0
-        offset = int(_U32.unpack_from(self.reader.data, slot)[0])
+        offset: int = _U32.unpack_from(self.reader.data, slot)[0]
         if not offset:
             raise self.reader.error(self, label, "points at itself")
         return slot + offset
@@ -197,13 +199,11 @@ class Table:
         if not found:
             return
         start, count = found
-        for index in range(count):
-            slot = start + 4 * index
-            offset = _U32.unpack_from(self.reader.data, slot)[0]
+        for index, offset in enumerate(struct.unpack_from(f"<{count}I", self.reader.data, start)):
             item = f"{label}[{index}]"
             if not offset:
                 raise self.reader.error(self, item, "points at itself")
-            yield slot + offset, item
+            yield start + 4 * index + offset, item
 
     def tables(self, number: int, label: str) -> Iterator[Table]:
         for target, item in self._targets(number, label):

@@ -130,7 +130,7 @@ def _read_optimizer(state: CheckpointState, content: Mapping[str, Any], path: Pa
     if not isinstance(found, Mapping) or "param_groups" not in found:
         return
     try:
-        named = _parameter_names(state, found)
+        named = parameter_names(state, found)
         if named is None:
             warn(f"{path}: the optimizer's parameters have no names that could be found; its state is left out")
             return
@@ -141,7 +141,7 @@ def _read_optimizer(state: CheckpointState, content: Mapping[str, Any], path: Pa
         raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field="optimizer") from error
 
 
-def _parameter_names(state: CheckpointState, found: Mapping[str, Any]) -> dict[int, str] | None:
+def parameter_names(state: CheckpointState, found: Mapping[str, Any]) -> dict[int, str] | None:
     """From `param_names` where the file has them; else by order, if the shapes of the moments leave one way only."""
     groups = found["param_groups"]
     if all("param_names" in group for group in groups):

@@ -123,6 +123,12 @@ class OrtModule(nn.Module):
     def options(self) -> EngineOptions:
         return self._options
 
+    def fix_dimensions(self, dimensions: Mapping[str, int]) -> None:
+        """Fix symbolic dimensions from now on, in addition to those fixed already."""
+        known = _known_dimensions(self.artifacts, {**self._options.dimensions, **dimensions})
+        self._options = EngineOptions(**{**self._options.__dict__, "dimensions": known})
+        self._engine = None
+
     def checkpoint(
         self,
         optimizer: OrtOptimizer | None = None,

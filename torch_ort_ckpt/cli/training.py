@@ -1,0 +1,190 @@
+"""The commands around training: `train`, `resume` and `checkpoints`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from ..errors import CheckpointError, MissingDependencyError, MissingFileError
+from ..state import format_bytes
+from ..storage import PathLike
+from .output import console, print_json, print_line, table
+
+SAVED = "run.json"
+"""The configuration of a run, kept in its checkpoint directory for `resume`."""
+
+
+def add_all(subparsers: Any) -> None:
+    train = subparsers.add_parser("train", help="Train artifacts as a configuration file says.", description=run_train.__doc__)
+    train.add_argument("config", help="YAML or JSON file")
+    train.add_argument("--steps", type=int, metavar="N", help="instead of runner.num_train_steps")
+    train.set_defaults(run=run_train)
+    resume = subparsers.add_parser("resume", help="Go on with a run from its newest checkpoint.", description=run_resume.__doc__)
+    resume.add_argument("directory", help="the run's checkpoints_dir")
+    resume.add_argument("--steps", type=int, metavar="N", help="train to this step instead of the configured one")
+    resume.set_defaults(run=run_resume)
+    listing = subparsers.add_parser("checkpoints", help="List a directory of checkpoints.", description=run_checkpoints.__doc__)
+    listing.add_argument("directory")
+    listing.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
+    listing.add_argument("--json", action="store_true", help="print a JSON document")
+    listing.set_defaults(run=run_checkpoints)
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """Train artifacts. The file names them, the data (`module:function`, which returns the train loader or train and test loader) and the
+    runner's settings. Under torchrun it trains on all ranks. Where checkpoints exist already, it goes on from the newest. Exit code 143
+    when SIGTERM ended it, with everything saved."""
+    content = read_config(options.config)
+    return train(content, Path(options.config).resolve().parent, options.steps)
+
+
+def run_resume(options: argparse.Namespace) -> int:
+    """Go on with a run from its newest whole checkpoint, with the configuration it was started with."""
+    saved = Path(options.directory) / SAVED
+    if not saved.is_file():
+        raise MissingFileError("no run was started here", path=saved, remedy="`train` writes this file.")
+    content = read_config(saved)
+    return train(content["config"], Path(content["folder"]), options.steps)
+
+
+def run_checkpoints(options: argparse.Namespace) -> int:
+    """List the entries of a checkpoint directory: steps, metrics, sizes and state. Exit code 1 when one is damaged."""
+    from ..training.directory import list_entries
+
+    if not Path(options.directory).is_dir():
+        raise MissingFileError("no such folder", path=options.directory)
+    found = list_entries(Path(options.directory))
+    problems = [entry.problem for entry in found]
+    if options.verify:
+        for index, entry in enumerate(found):
+            try:
+                entry.verify()
+            except CheckpointError as error:
+                problems[index] = str(error)
+    if options.json:
+        rows = [
+            {
+                "step": e.step,
+                "path": str(e.path),
+                "metrics": e.metrics,
+                "bytes": e.nbytes,
+                "ranks": e.ranks,
+                "created": e.created,
+                "problem": p,
+            }
+            for e, p in zip(found, problems, strict=True)
+        ]
+        print_json(rows)
+    else:
+        names = sorted({name for entry in found for name in entry.metrics})
+        columns = ["step", *names, "size", "ranks", "saved", "state"]
+        lines = [
+            [
+                entry.step,
+                *(f"{entry.metrics[name]:.5g}" if name in entry.metrics else "" for name in names),
+                format_bytes(entry.nbytes),
+                entry.ranks,
+                datetime.datetime.fromtimestamp(entry.created).isoformat(" ", "seconds") if entry.created else "",
+                problem or ("verified" if options.verify else "complete"),
+            ]
+            for entry, problem in zip(found, problems, strict=True)
+        ]
+        console().print(table(None, columns, lines, right=["step", *names, "size", "ranks"]))
+    return 1 if any(problems) else 0
+
+
+def train(content: Mapping[str, Any], folder: Path, steps: int | None = None) -> int:
+    """Run a configuration; relative paths in it are meant from `folder`, which is also searched for the data function."""
+    from ..runtime.module import OrtModule
+    from ..runtime.optimizer import OrtOptimizer
+    from ..training import distributed
+    from ..training.config import RunnerConfig
+    from ..training.entry import write_json
+    from ..training.runner import TrainingRunner
+
+    known = {"artifacts", "data", "data_arguments", "model", "optimizer", "runner"}
+    if unknown := sorted(set(content) - known):
+        raise CheckpointError(f"no such section: {', '.join(unknown)}", remedy=f"Known: {', '.join(sorted(known))}.")
+    if missing := sorted({"artifacts", "data", "runner"} - set(content)):
+        raise CheckpointError(f"missing: {', '.join(missing)}", remedy="See `torch-ort-ckpt train --help`.")
+    settings = _absolute(content["runner"], folder)
+    config = RunnerConfig.from_dict({**settings, "num_train_steps": steps} if steps is not None else settings)
+    distributed.start()
+    if config.checkpoints_dir is not None and distributed.rank() == 0:
+        Path(config.checkpoints_dir).mkdir(parents=True, exist_ok=True)
+        write_json(Path(config.checkpoints_dir) / SAVED, {"config": dict(content), "folder": str(folder)}, durable=True)
+    loaders = _data(content["data"], content.get("data_arguments") or {}, folder)
+    try:
+        model = OrtModule(folder / content["artifacts"], **(content.get("model") or {}))
+        optimizer = OrtOptimizer(model, **(content.get("optimizer") or {}))
+    except TypeError as error:
+        raise CheckpointError(f"unusable settings ({error})", field="model, optimizer") from error
+    result = TrainingRunner(model, optimizer, config).run(*loaders)
+    if distributed.rank() == 0:
+        resumed = f", resumed from step {result.resumed_from}" if result.resumed_from is not None else ""
+        metrics = "".join(f", {escape(name)} {value:.5g}" for name, value in result.metrics.items())
+        print_line(f"step {result.step}, {result.weight_updates} updates, loss {result.loss:.5g}{metrics}{resumed}")
+    distributed.stop()
+    return 143 if result.preempted else 0
+
+
+def read_config(path: PathLike) -> dict[str, Any]:
+    """A YAML or JSON file as plain data."""
+    place = Path(path)
+    try:
+        text = place.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise MissingFileError("no such file", path=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"can't be read ({error})", path=path) from error
+    try:
+        content = json.loads(text) if place.suffix == ".json" else _yaml(text)
+    except ValueError as error:
+        raise CheckpointError(f"malformed ({error})", path=path) from error
+    if not isinstance(content, dict):
+        raise CheckpointError("must hold sections such as artifacts, data and runner", path=path)
+    return content
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise MissingDependencyError("YAML files need pyyaml", remedy="pip install pyyaml, or write the file as .json") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _absolute(settings: Any, folder: Path) -> dict[str, Any]:
+    from ..training.config import RunnerConfig
+
+    if not isinstance(settings, dict):
+        raise CheckpointError("must be settings by name", field="runner")
+    paths = {item.name for item in dataclasses.fields(RunnerConfig) if "PathLike" in str(item.type)}
+    return {name: str(folder / value) if name in paths and value is not None else value for name, value in settings.items()}
+
+
+def _data(name: str, arguments: Mapping[str, Any], folder: Path) -> tuple[Any, ...]:
+    """(train loader, perhaps test loader) from the function called `module:function`."""
+    module, _, function = str(name).partition(":")
+    if not module or not function:
+        raise CheckpointError(f"{name!r} is not module:function", field="data")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(f"can't be imported ({error})", field="data", remedy=f"Put {module}.py beside the file.") from error
+    found = make(**arguments)
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)

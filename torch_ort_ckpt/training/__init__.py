@@ -1,0 +1,1 @@
+"""Training at scale: the checkpoint manager, the runner, what a resume needs, distributed runs."""

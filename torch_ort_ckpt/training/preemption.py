@@ -1,0 +1,32 @@
+"""SIGTERM as a request: note it, let the step finish, save, end. Cluster managers send it some time before they kill."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Preemption:
+    """Notes the signal while installed. Only the main thread can install handlers; elsewhere this stays silent."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        self.number = number
+        self.requested = False
+        self._previous: Any = None
+        self._installed = False
+
+    def install(self) -> None:
+        if self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._previous = signal.signal(self.number, self._note)
+        self._installed = True
+
+    def uninstall(self) -> None:
+        if self._installed:
+            signal.signal(self.number, self._previous if self._previous is not None else signal.SIG_DFL)
+            self._installed = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
