@@ -23,14 +23,10 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def parameters() -> list[object]:
-    def needs_ort(page: Path) -> bool:
-        return "<!-- needs: ort -->" in page.read_text() or "torch-ort-ckpt demo" in page.read_text()
+    def needs(page: Path) -> list[pytest.MarkDecorator]:
+        return [getattr(pytest.mark, name) for name in re.findall(r"^<!-- needs: (\w+) -->$", page.read_text(), re.MULTILINE)]
 
-    return [
-        pytest.param(page, id=str(page.relative_to(DOCS)), marks=[pytest.mark.ort] if needs_ort(page) else [])
-        for page in PAGES
-        if BLOCK.search(page.read_text())
-    ]
+    return [pytest.param(page, id=str(page.relative_to(DOCS)), marks=needs(page)) for page in PAGES if BLOCK.search(page.read_text())]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +55,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("page", parameters())
-@pytest.mark.filterwarnings("ignore::torch_ort_ckpt.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore")  # pages show what warns, too
 def test_every_block_runs(page: Path, place: Path) -> None:
     namespace: dict[str, object] = {"__name__": "docs"}
     text = page.read_text()
