@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -91,7 +92,7 @@ def test_lightning_mnist_like(tmp_path: Path) -> None:
 
 
 def test_resume_after_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent), prepend=os.pathsep)
     ended, equal = example("resume_after_kill").main(tmp_path)
     assert ended == -9
     assert equal
@@ -100,7 +101,7 @@ def test_resume_after_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 @pytest.mark.ort
 def test_ddp_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent), prepend=os.pathsep)
     out = example("ddp_torchrun").main(tmp_path)
     assert "2 ranks, step 40" in out
     assert "weights equal on all" in out
