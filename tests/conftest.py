@@ -15,6 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "ort": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime-training",
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
+        "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "browser": None if find_chromium() else "needs chromium",
         "soak": None if os.environ.get("TOC_SOAK") else "takes long or much memory: tox -e soak",
     }

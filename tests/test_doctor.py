@@ -75,7 +75,7 @@ def damaged_site(folder: Path, *distributions: str, code: str) -> dict[str, str]
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "RECORD").write_text("onnxruntime/__init__.py,,\n")
-    search = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
+    search = os.pathsep.join([str(folder), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": search, "NO_COLOR": "1"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -79,3 +80,29 @@ def test_torch_engine_compile(tmp_path: Path) -> None:
     for values in losses.values():
         assert values == pytest.approx(losses["ort"], rel=1e-4)
     assert "torch_ort_ckpt" not in (tmp_path / "model.py").read_text()
+
+
+@pytest.mark.lightning
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_lightning_mnist_like(tmp_path: Path) -> None:
+    step, state = example("lightning_mnist_like").main(tmp_path)
+    assert step == 60  # 20 of them before the Trainer was replaced
+    assert state.step in (20, 40, 60)  # the best epoch's
+    assert set(state.trainable) == {"net.0.weight", "net.0.bias", "net.4.weight", "net.4.bias"}
+
+
+def test_resume_after_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent), prepend=os.pathsep)
+    ended, equal = example("resume_after_kill").main(tmp_path)
+    assert ended == -9
+    assert equal
+    assert "killed: step 60, resumed from 30" in capsys.readouterr().out
+
+
+@pytest.mark.ort
+def test_ddp_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent), prepend=os.pathsep)
+    out = example("ddp_torchrun").main(tmp_path)
+    assert "2 ranks, step 40" in out
+    assert "weights equal on all" in out
+    assert toc.load(tmp_path / "run" / "checkpoint_40" / "checkpoint").step == 40

@@ -34,7 +34,7 @@ def merge_ranks(sources: Sequence[Source], labels: Sequence[str], *, stages: boo
     With `stages`, the states are pipeline stages in order that say nothing about their place.
     """
     if not sources:
-        raise CheckpointError("no ranks to merge")
+        raise CheckpointError("no ranks to merge", remedy="Give at least one rank file.")
     survey = _Survey(len(sources), stages)
     for index, source in enumerate(sources):
         survey.add(index, labels[index], source())
@@ -81,7 +81,7 @@ class _Survey:
 
     def add(self, index: int, label: str, state: CheckpointState) -> None:
         if state.nominal:
-            raise CheckpointError(f"{label} is nominal: it has no data", path=label)
+            raise CheckpointError(f"{label} is nominal: it has no data", path=label, remedy="Leave it out, or give it weights first.")
         place = Place(index, self.count, 1, 1, 0) if self.stages else place_of(state, label)
         self.places.append(place)
         self.labels.append(f"rank {place.rank} ({label})")

@@ -26,7 +26,7 @@ def average(
     """
     sources = list(states_or_paths)
     if not sources:
-        raise CheckpointError("nothing to average")
+        raise CheckpointError("nothing to average", remedy="Give at least one checkpoint.")
     shares = _normalised(weights, len(sources))
     labels = [os.fspath(source) if not isinstance(source, CheckpointState) else f"state {n}" for n, source in enumerate(sources)]
     states = [source if isinstance(source, CheckpointState) else load(source) for source in sources]
@@ -60,7 +60,12 @@ class _Averager:
         if is_string(first) or first.dtype == torch.bool:
             for label, value in zip(self.labels, values, strict=True):
                 if not same_tensor(first, value):
-                    raise CheckpointError("differs between the inputs and can't be averaged", path=label, field=name)
+                    raise CheckpointError(
+                        "differs between the inputs and can't be averaged",
+                        path=label,
+                        field=name,
+                        remedy="Leave the checkpoint out; `torch-ort-ckpt diff` shows the difference.",
+                    )
             return first.copy() if is_string(first) else first.clone()
         result = torch.empty(first.shape, dtype=first.dtype)
         flat = result.reshape(-1)
@@ -97,7 +102,7 @@ def _group(groups: list[OptimizerGroup], work: _Averager, name: str) -> Optimize
 
 def _check_same_tensors(first: CheckpointState, state: CheckpointState, label: str) -> None:
     if state.nominal:
-        raise CheckpointError("a nominal checkpoint has no values to average", path=label)
+        raise CheckpointError("a nominal checkpoint has no values to average", path=label, remedy="Leave it out, or give it weights first.")
     wanted = {key: value for key, value in first.tensors() if not key.endswith("/step") or not key.startswith("optimizer/")}
     found = {key: value for key, value in state.tensors() if not key.endswith("/step") or not key.startswith("optimizer/")}
     if odd := sorted(wanted.keys() ^ found.keys()):
@@ -111,7 +116,10 @@ def _check_same_tensors(first: CheckpointState, state: CheckpointState, label: s
         other = found[key]
         if is_string(value) != is_string(other) or value.shape != other.shape or value.dtype != other.dtype:
             raise CheckpointError(
-                f"{tuple(other.shape)} {other.dtype}, the first input has {tuple(value.shape)} {value.dtype}", path=label, field=key
+                f"{tuple(other.shape)} {other.dtype}, the first input has {tuple(value.shape)} {value.dtype}",
+                path=label,
+                field=key,
+                remedy="Average checkpoints of one model only; `torch-ort-ckpt diff` shows where they part.",
             )
 
 
@@ -130,8 +138,12 @@ def _common_properties(states: list[CheckpointState]) -> dict[str, int | float |
 def _normalised(weights: Sequence[float] | None, count: int) -> list[float]:
     given = [1.0] * count if weights is None else [float(weight) for weight in weights]
     if len(given) != count:
-        raise CheckpointError(f"{len(given)} weights for {count} checkpoints")
+        raise CheckpointError(
+            f"{len(given)} weights for {count} checkpoints", remedy="Give one weight for each checkpoint, in their order."
+        )
     total = math.fsum(given)
     if not all(math.isfinite(weight) and weight >= 0 for weight in given) or not total > 0:
-        raise CheckpointError("weights must be finite, not negative, and not all zero")
+        raise CheckpointError(
+            "weights must be finite, not negative, and not all zero", remedy="Use for example the number of samples behind each checkpoint."
+        )
     return [weight / total for weight in given]

@@ -166,7 +166,11 @@ def _parameter_names(optimizer: Optimizer, module: nn.Module | None) -> list[lis
         by_identity = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
         missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_identity]
         if missing:
-            raise CheckpointError(f"{len(missing)} of the optimizer's parameters are not the module's", field="optimizer")
+            raise CheckpointError(
+                f"{len(missing)} of the optimizer's parameters are not the module's",
+                field="optimizer",
+                remedy="Pass module= the module whose parameters the optimizer has.",
+            )
         return [[by_identity[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if all("param_names" in group for group in optimizer.param_groups):
         return [[plain_name(name) for name in group["param_names"]] for group in optimizer.param_groups]
@@ -215,7 +219,11 @@ def _tensors_of(source: nn.Module | Mapping[str, Any], optimizer: Optimizer | No
         learnt = {plain_name(name) for name, p in source.named_parameters(remove_duplicate=False) if p.requires_grad}
         return found, learnt
     if bad := [name for name, value in source.items() if not isinstance(value, torch.Tensor)]:
-        raise CheckpointError(f"not a state dict of tensors: {bad[0]!r} is a {type(source[bad[0]]).__name__}", field=str(bad[0]))
+        raise CheckpointError(
+            f"not a state dict of tensors: {bad[0]!r} is a {type(source[bad[0]]).__name__}",
+            field=str(bad[0]),
+            remedy="Pass a module, or the dict that its state_dict() returns.",
+        )
     found = {plain_name(name): value for name, value in source.items()}
     if optimizer is not None:
         held = {p.data_ptr() for group in optimizer.param_groups for p in group["params"]}
@@ -287,7 +295,11 @@ def _check_complete(found: Mapping[str, Value], like: CheckpointState) -> None:
         )
     for name, value in wanted.items():
         if not (like.nominal or found[name].shape == value.shape):
-            raise CheckpointError(f"shape {tuple(found[name].shape)}, but `like` has {tuple(value.shape)}", field=name)
+            raise CheckpointError(
+                f"shape {tuple(found[name].shape)}, but `like` has {tuple(value.shape)}",
+                field=name,
+                remedy="Pass as like= a checkpoint of the same model, or leave it out.",
+            )
 
 
 def _follow(state: CheckpointState, like: CheckpointState, properties: Mapping[str, int | float | str] | None) -> None:

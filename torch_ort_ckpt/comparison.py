@@ -71,7 +71,7 @@ def diff(
     """Compare tensors, steps, rates and properties. With the default tolerances equal means equal bits (NaN included)."""
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not value >= 0:
-            raise CheckpointError(f"{name} must not be negative")
+            raise CheckpointError(f"{name} must not be negative", remedy="Use 0 for bit for bit.")
     left = a if isinstance(a, CheckpointState) else load(a)
     right = b if isinstance(b, CheckpointState) else load(b)
     buffers = [buffer for source, state in ((a, left), (b, right)) if source is not state for buffer in state._buffers]

@@ -104,9 +104,17 @@ def read_name_map(path: PathLike) -> NameMap:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"not a readable JSON file ({error})", path=path) from error
+        raise CheckpointError(
+            f"not a readable JSON file ({error})",
+            path=path,
+            remedy='For example {"onnx::MatMul_12": {"name": "fc.weight", "transpose": true}}.',
+        ) from error
     if not isinstance(content, dict):
-        raise CheckpointError("must be a JSON object of ORT name -> PyTorch name", path=path)
+        raise CheckpointError(
+            "must be a JSON object of ORT name -> PyTorch name",
+            path=path,
+            remedy='For example {"onnx::MatMul_12": {"name": "fc.weight", "transpose": true}}.',
+        )
     return NameMap.from_dict(content)
 
 
@@ -135,7 +143,12 @@ def _verify(state: CheckpointState, destination: PathLike, target: str, buffers:
         merged = options.get("groups") == "merge" and name.startswith("optimizer/")
         outside = target == "onnx" and name not in read  # a model takes only what it has initializers for; the writer has said so
         if not (merged or outside) and (name not in read or not same_tensor(value, read[name])):
-            raise CheckpointError("what was read back is not what was written", path=destination, field=name)
+            raise CheckpointError(
+                "what was read back is not what was written",
+                path=destination,
+                field=name,
+                remedy="Keep the source, and check the medium: the file was changed or damaged after it was written.",
+            )
         held += getattr(value, "nbytes", 0)
         if held >= _RELEASE_EVERY:
             held = 0

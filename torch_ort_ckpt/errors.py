@@ -11,6 +11,9 @@ import os
 class CheckpointError(Exception):
     """Root of all errors of this library. `path`, `field` and `remedy` are also kept as attributes."""
 
+    usual_remedy: str | None = None
+    """What to do about this kind of error, where the place that raises it knows nothing better."""
+
     def __init__(
         self,
         message: str,
@@ -22,7 +25,7 @@ class CheckpointError(Exception):
         self.message = message
         self.path = os.fspath(path) if path is not None else None
         self.field = field
-        self.remedy = remedy
+        self.remedy = remedy or self.usual_remedy
         super().__init__(message)
 
     def __str__(self) -> str:
@@ -38,9 +41,13 @@ class CheckpointError(Exception):
 class CorruptFileError(CheckpointError):
     """The bytes on disk are not what the format says they must be."""
 
+    usual_remedy = "The file is damaged or cut short: get it again from its source, or use an older checkpoint."
+
 
 class MissingFileError(CheckpointError, FileNotFoundError):
     """A file or folder that should be there is not."""
+
+    usual_remedy = "Check the path."
 
 
 class UnsupportedError(CheckpointError):

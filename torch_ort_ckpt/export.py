@@ -163,7 +163,9 @@ def _export(
                 model = maker(twin, inputs, dynamic, opset)
             rename_initializers(model, _tied_names(module))
             if missing := sorted(set(trainable) - {tensor.name for tensor in model.graph.initializer}):
-                raise UnsupportedError(f"the exporter lost or renamed {', '.join(missing[:5])}")
+                raise UnsupportedError(
+                    f"the exporter lost or renamed {', '.join(missing[:5])}", remedy='Try the other exporter ("torchscript" or "dynamo").'
+                )
             return model
         except _EXPORT_ERRORS as error:
             failures.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
@@ -195,7 +197,7 @@ def _export_current(
         verbose=False,
     )
     if program is None:
-        raise UnsupportedError("the exporter returned nothing")
+        raise UnsupportedError("the exporter returned nothing", remedy='Try exporter="torchscript".')
     return _rename_outputs(program.model_proto)
 
 

@@ -70,7 +70,7 @@ def load_model(path: str | os.PathLike[str], *, weights: bool = False) -> onnx.M
     except (DecodeError, ValueError, onnx.checker.ValidationError) as error:
         raise CorruptFileError(f"not an ONNX model ({error})", path=path) from error
     except OSError as error:
-        raise CheckpointError(f"can't be read ({error.strerror})", path=path) from error
+        raise CheckpointError(f"can't be read ({error.strerror})", path=path, remedy="Check the path and its permissions.") from error
 
 
 def spec_of(value: onnx.ValueInfoProto) -> TensorSpec:

@@ -31,7 +31,9 @@ def export_inference(
     are then no longer needed (the labels) disappear.
     """
     if artifacts.eval is None:
-        raise MissingFileError("no eval_model.onnx to cut an inference model from", path=artifacts.folder)
+        raise MissingFileError(
+            "no eval_model.onnx to cut an inference model from", path=artifacts.folder, remedy="Export the artifacts with an eval model."
+        )
     model = inference_model(artifacts.eval, artifacts, outputs)
     values = {name: _current(name, artifacts, tensors) for name in _weight_names(model, artifacts)}
     place = Path(path)

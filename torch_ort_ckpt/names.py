@@ -52,7 +52,9 @@ class NameMap:
         for ort, value in mapping.items():
             for name, transpose in _targets(ort, value):
                 if name in entries:
-                    raise CheckpointError(f"{name!r} is mapped from both {entries[name].ort!r} and {ort!r}", field=name)
+                    raise CheckpointError(
+                        f"{name!r} is mapped from both {entries[name].ort!r} and {ort!r}", field=name, remedy="Give each PyTorch name once."
+                    )
                 entries[name] = Entry(ort, transpose)
         return cls(entries)
 
@@ -102,7 +104,11 @@ class NameMap:
 
 def transposed(value: Value, name: str) -> Value:
     if value.ndim != 2:
-        raise CheckpointError(f"only matrices can be transposed, this has {value.ndim} dimensions", field=name)
+        raise CheckpointError(
+            f"only matrices can be transposed, this has {value.ndim} dimensions",
+            field=name,
+            remedy='Leave "transpose" out for this weight.',
+        )
     return value.T
 
 
@@ -278,7 +284,7 @@ def joined_aliases(state: CheckpointState) -> dict[str, Value]:
     for name, alias in state.mixed_precision.items():
         full = alias_name(name, alias)
         if full in taken:
-            raise CheckpointError(f"the alias of {name!r} and a weight are both called {full!r}", field=full)
+            raise CheckpointError(f"the alias of {name!r} and a weight are both called {full!r}", field=full, remedy="Rename the weight.")
         named[full] = alias
     return named
 

@@ -85,7 +85,11 @@ def local_shape(shape: Sequence[int], axis: int, parts: int, name: str) -> tuple
         return tuple(shape)
     index = -1 if axis == COLUMN else 0
     if axis not in (COLUMN, ROW) or not shape or shape[index] % parts:
-        raise CheckpointError(f"a weight of shape {tuple(shape)} can't be cut in {parts} along axis {axis}", field=name)
+        raise CheckpointError(
+            f"a weight of shape {tuple(shape)} can't be cut in {parts} along axis {axis}",
+            field=name,
+            remedy="Choose a number of parts that divides it.",
+        )
     local = list(shape)
     local[index] //= parts
     return tuple(local)
@@ -141,11 +145,11 @@ class PartitionPlan:
 
     def __post_init__(self) -> None:
         if self.data_parallel_size < 1 or self.horizontal_parallel_size < 1:
-            raise CheckpointError("parallel sizes must be positive", field="plan")
+            raise CheckpointError("parallel sizes must be positive", field="plan", remedy="Use 1 where nothing is cut.")
         if self.zero_stage not in (None, 0, 1):
-            raise CheckpointError(f"ZeRO stage {self.zero_stage}; ORT has 0 and 1", field="plan")
+            raise CheckpointError(f"ZeRO stage {self.zero_stage}; ORT has 0 and 1", field="plan", remedy="Use zero_stage=1.")
         if both := set(self.columns) & set(self.rows):
-            raise CheckpointError("cut by columns and by rows", field=min(both))
+            raise CheckpointError("cut by columns and by rows", field=min(both), remedy="Name the weight in one of them only.")
 
     @classmethod
     def from_json(cls, source: PathLike | Mapping[str, Any]) -> PartitionPlan:
@@ -164,7 +168,7 @@ class PartitionPlan:
         """The plan by which this set of ranks was cut (any order): `split(merge(ranks), PartitionPlan.of(ranks))` gives them again."""
         places = sorted(((place_of(state, f"rank {n}"), state) for n, state in enumerate(ranks)), key=lambda item: item[0].rank)
         if not places:
-            raise CheckpointError("no ranks")
+            raise CheckpointError("no ranks", remedy="Give at least one rank.")
         first, state = places[0]
         axes = {name: info.megatron_row_partition for _, state in places for name, info in state.partitions.items()}
         stages = [
@@ -205,11 +209,13 @@ def split(state: CheckpointState, plan: PartitionPlan | Mapping[str, Any]) -> li
     everything = _everything(state)
     for name in {*plan.columns, *plan.rows, *plan.order, *(name for stage in plan.stages for name in stage)}:
         if name not in everything:
-            raise CheckpointError("the plan names a weight that the state does not have", field=name)
+            raise CheckpointError(
+                "the plan names a weight that the state does not have", field=name, remedy="`torch-ort-ckpt inspect` lists the names."
+            )
     for name in {*plan.columns, *plan.rows} & state.parameters.keys():
         local_shape(state.parameters[name].shape, plan.axis(name), plan.horizontal_parallel_size, name)
     if plan.stages and (missing := everything - {name for stage in plan.stages for name in stage}):
-        raise CheckpointError("in none of the plan's stages", field=min(missing))
+        raise CheckpointError("in none of the plan's stages", field=min(missing), remedy="Name every weight in a stage.")
     return [_Rank(state, plan, rank).state() for rank in range(plan.world_size)]
 
 

@@ -69,7 +69,12 @@ class _Plan:
                 self.graphs[mode] = translate(model, parameters=names, outputs=wanted)
         if not self.graphs:
             if outputs is not None:
-                raise CheckpointError(f"no graph has all of {', '.join(outputs)}", path=artifacts.folder, field="outputs")
+                raise CheckpointError(
+                    f"no graph has all of {', '.join(outputs)}",
+                    path=artifacts.folder,
+                    field="outputs",
+                    remedy="Names of values are in the .onnx file: onnx.load(path).graph.",
+                )
             raise MissingFileError("neither training_model.onnx nor eval_model.onnx", path=artifacts.folder)
         used = {name for graph in self.graphs.values() for name in graph.parameters}
         state: dict[str, Value] = dict(artifacts.state.parameters)

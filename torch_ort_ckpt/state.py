@@ -223,7 +223,11 @@ def alias_name(name: str, alias: torch.Tensor) -> str:
     for suffix, dtype in HALF_SUFFIXES.items():
         if alias.dtype == dtype:
             return name + suffix
-    raise CheckpointError(f"a half-precision alias must be float16 or bfloat16, this one is {short_name(alias.dtype)}", field=name)
+    raise CheckpointError(
+        f"a half-precision alias must be float16 or bfloat16, this one is {short_name(alias.dtype)}",
+        field=name,
+        remedy="Convert it with .half() or .bfloat16().",
+    )
 
 
 def alias_agrees(master: Value, alias: torch.Tensor) -> bool:

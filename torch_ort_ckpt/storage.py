@@ -82,10 +82,12 @@ def open_file(path: str) -> BinaryIO:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError("no such file", path=path) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
+        raise CheckpointError(
+            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
+        ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError("not a regular file", path=path)
+        raise CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
@@ -102,7 +104,7 @@ def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
                 raise CorruptFileError(f"ended at {done} of {size} bytes while being read", path=path)
             done += got
     except OSError as error:
-        raise CheckpointError(f"can't be read ({error.strerror})", path=path) from error
+        raise CheckpointError(f"can't be read ({error.strerror})", path=path, remedy="Check the medium, and read it again.") from error
     return data
 
 

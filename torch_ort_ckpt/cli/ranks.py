@@ -84,7 +84,9 @@ def save_ranks(ranks: list[CheckpointState], folder: PathLike, format: str, *, o
         names = [f"rank_{rank}{suffix}" for rank in range(len(ranks))]
         foreign = sorted(set(os.listdir(place)) - set(names))
     except OSError as error:
-        raise CheckpointError(f"can't be written ({error.strerror})", path=place) from error
+        raise CheckpointError(
+            f"can't be written ({error.strerror})", path=place, remedy="Choose a folder that you may write to."
+        ) from error
     if foreign:
         raise CheckpointError(
             f"holds other files ({', '.join(foreign[:3])}), which would count as ranks", path=place, remedy="Choose an empty folder."
@@ -101,4 +103,4 @@ def json_or_file(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise CheckpointError(f"not JSON ({error})", field="plan") from error
+        raise CheckpointError(f"not JSON ({error})", field="plan", remedy="For example --plan '{\"data_parallel_size\": 2}'.") from error

@@ -41,7 +41,10 @@ def writing_options(options: argparse.Namespace, target: str) -> dict[str, Any]:
     chosen = {name: getattr(options, name, None) for name in owners}
     for name, value in chosen.items():
         if value is not None and target not in owners[name]:
-            raise CheckpointError(f"--{name.replace('_', '-')} is for format {owners[name][0]!r}, the destination is {target!r}")
+            raise CheckpointError(
+                f"--{name.replace('_', '-')} is for format {owners[name][0]!r}, the destination is {target!r}",
+                remedy="Leave the option out, or choose the format with --to.",
+            )
     return {name: value for name, value in chosen.items() if value is not None}
 
 

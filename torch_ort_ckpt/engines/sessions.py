@@ -74,7 +74,10 @@ class Binding:
                 with cuda.ordered(self.owner.stream):
                     self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options)
         except ort_errors() as error:
-            raise CheckpointError(f"ONNX Runtime could not run the graph: {error}") from error
+            raise CheckpointError(
+                f"ONNX Runtime could not run the graph: {error}",
+                remedy='Check shapes and types of the inputs against model.artifacts.inputs; engine="torch" may say more.',
+            ) from error
         values = self.io.get_outputs()
         return [from_ort(values[index]) for index in range(self._count)]
 

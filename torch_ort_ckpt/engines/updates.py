@@ -70,7 +70,9 @@ class GraphUpdater:
             session = self._default if update.hyperparameters is self._built_in else self._session(update.hyperparameters)
             (updated, *_) = session._sess.run(self._outputs, {name: feeds[name] for name in feeds if name in self._names}, None)
         except ort_errors() as error:
-            raise CheckpointError(f"ONNX Runtime could not run the optimizer graph: {error}") from error
+            raise CheckpointError(
+                f"ONNX Runtime could not run the optimizer graph: {error}", remedy="OrtOptimizer(..., fused=True) does the same on PyTorch."
+            ) from error
         _increment_versions(update.parameters)
         return bool(np.asarray(updated).reshape(-1)[0])
 

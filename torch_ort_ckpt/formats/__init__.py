@@ -48,9 +48,11 @@ def detect(path: PathLike) -> str:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError("no such file or folder", path=path) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path) from error
+        raise CheckpointError(
+            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
+        ) from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a FIFO would wait for a writer
-        raise CheckpointError("neither a regular file nor a folder", path=path)
+        raise CheckpointError("neither a regular file nor a folder", path=path, remedy="Copy its content to a file first.")
     if (name := _match(place)) is not None:
         return name
     kinds = {kind for _, kind in _members(place)}
@@ -124,7 +126,9 @@ def save(
     """
     writer = getattr(module(format), "write", None)
     if writer is None:
-        raise UnsupportedError(f"format {format!r} can be read, not written", path=path)
+        raise UnsupportedError(
+            f"format {format!r} can be read, not written", path=path, remedy="Write another format: convert to ort, safetensors or torch."
+        )
     if not overwrite and os.path.lexists(path):
         raise CheckpointError("exists already", path=path, remedy="Pass overwrite=True (--overwrite) to replace it.")
     state = dataclasses.replace(

@@ -101,13 +101,18 @@ def checked_properties(state: CheckpointState, path: PathLike) -> dict[str, int 
     for name, value in state.properties.items():
         where = f"properties/{name}"
         if not isinstance(name, str) or name.startswith(PREFIX):
-            raise UnsupportedError(f"names starting with {PREFIX!r} are reserved", path=path, field=where)
+            raise UnsupportedError(f"names starting with {PREFIX!r} are reserved", path=path, field=where, remedy="Choose another name.")
         if isinstance(value, bool):
             value = int(value)
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise UnsupportedError("an integer beyond 64 bits", path=path, field=where, remedy="Store it as a string.")
         if not isinstance(value, (int, float, str)):
-            raise UnsupportedError(f"a property must be int, float or str, not {type(value).__name__}", path=path, field=where)
+            raise UnsupportedError(
+                f"a property must be int, float or str, not {type(value).__name__}",
+                path=path,
+                field=where,
+                remedy="Store it as text, for example with json.dumps.",
+            )
         result[name] = value
     return result
 

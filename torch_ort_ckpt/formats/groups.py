@@ -90,7 +90,7 @@ def merge(state: CheckpointState) -> CheckpointState:
     for group in members:
         for param, moments in group.states.items():
             if param in merged.states:
-                raise UnsupportedError("in two optimizer groups", field=param)
+                raise UnsupportedError("in two optimizer groups", field=param, remedy="Give each parameter to one group.")
             merged.states[param] = dict(moments)
             if group.step != merged.step and moments and "step" not in moments:
                 merged.states[param]["step"] = torch.tensor(group.step)

@@ -65,10 +65,17 @@ class _Outside:
         folder = os.path.realpath(self.path.parent)
         place = os.path.realpath(os.path.join(folder, location))
         if not location or os.path.isabs(location) or os.path.commonpath([folder, place]) != folder:
-            raise CheckpointError(f"external data outside the model's folder ({location!r})", path=self.path, field=name)
+            raise CheckpointError(
+                f"external data outside the model's folder ({location!r})",
+                path=self.path,
+                field=name,
+                remedy="Put the data beside the model.",
+            )
         if location not in self.buffers:
             if not os.path.exists(place):
-                raise MissingFileError("external data of the model is missing", path=place, field=name)
+                raise MissingFileError(
+                    "external data of the model is missing", path=place, field=name, remedy="Put the data file beside the model."
+                )
             self.buffers[location] = FileBuffer(place, mmap=self.mmap)
         buffer = self.buffers[location]
         offset = entries.get("offset", "0")
@@ -100,7 +107,11 @@ def write(
         warn(f"{path}: the model has no initializer for {', '.join(unused[:5])}{' ...' if len(unused) > 5 else ''}")
     chosen = {name: values[name] for name in wanted if name in values}
     if not chosen:
-        raise UnsupportedError("none of the state's weights is an initializer of the model", path=path)
+        raise UnsupportedError(
+            "none of the state's weights is an initializer of the model",
+            path=path,
+            remedy="Use the model that these weights belong to, or a --name-map.",
+        )
     for name, value in chosen.items():
         _check(wanted[name], value, path)
     total = sum(nbytes(value) for value in chosen.values())
@@ -164,7 +175,12 @@ def _check(item: Any, value: Value, path: PathLike) -> None:
     number = STRING if is_string(value) else ONNX_FROM_TORCH.get(value.dtype)
     if tuple(item.dims) != tuple(value.shape) or item.data_type != number:
         mine, own = f"{tuple(value.shape)} of type {number}", f"{tuple(item.dims)} of type {item.data_type}"
-        raise UnsupportedError(f"{mine}, the model's initializer is {own}", path=path, field=item.name)
+        raise UnsupportedError(
+            f"{mine}, the model's initializer is {own}",
+            path=path,
+            field=item.name,
+            remedy="Use the model that these weights belong to, or convert with --dtype.",
+        )
 
 
 def _clear(item: Any) -> None:

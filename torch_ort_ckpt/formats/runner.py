@@ -159,7 +159,12 @@ class _Data:
             return self.buffers[location]
         place = self.path / location
         if location in ("", ".", "..") or Path(location).name != location or "\\" in location or "\0" in location or ":" in location:
-            raise CheckpointError(f"its data is said to be in {location!r}, outside the checkpoint's folder", path=self.path, field=name)
+            raise CheckpointError(
+                f"its data is said to be in {location!r}, outside the checkpoint's folder",
+                path=self.path,
+                field=name,
+                remedy="Keep tensors.bin in the folder.",
+            )
         if place.is_symlink() and os.path.dirname(os.path.realpath(place)) != os.path.realpath(self.path):
             raise CheckpointError("a symbolic link to another folder", path=place, remedy="Put the file itself into the checkpoint.")
         if not place.exists():

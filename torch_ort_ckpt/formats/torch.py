@@ -47,11 +47,20 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a `torch.save` file. Optimizer state is kept where its parameters can be named."""
     content = _load(path, mmap)
     if not isinstance(content, Mapping):
-        raise UnsupportedError(f"holds a {type(content).__name__}, not a state dict", path=path)
+        raise UnsupportedError(
+            f"holds a {type(content).__name__}, not a state dict",
+            path=path,
+            remedy="Save the state dict of the module, or a Lightning checkpoint.",
+        )
     tensors = next((content[key] for key in _MODEL_KEYS if isinstance(content.get(key), Mapping)), content)
     if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()):
         bad = next(name for name, value in tensors.items() if not (isinstance(name, str) and isinstance(value, torch.Tensor)))
-        raise UnsupportedError("not a state dict: this entry is not a tensor", path=path, field=str(bad))
+        raise UnsupportedError(
+            "not a state dict: this entry is not a tensor",
+            path=path,
+            field=str(bad),
+            remedy="Save the state dict of the module, or a Lightning checkpoint.",
+        )
     note = content.get(KEY)
     if tensors is not content and isinstance(note, Mapping):
         try:

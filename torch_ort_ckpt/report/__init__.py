@@ -28,7 +28,9 @@ def write(content: dict[str, Any], path: PathLike) -> None:
             with open(path, "rb") as file:
                 ours = file.read(len(_START)) == _START.encode()
         except OSError as error:
-            raise CheckpointError(f"can't be written ({error.strerror})", path=path) from error
+            raise CheckpointError(
+                f"can't be written ({error.strerror})", path=path, remedy="Choose a file that you may write to."
+            ) from error
         if not ours:
             raise CheckpointError("exists already, and is not a report", path=path, remedy="Choose another name for the page.")
     with atomic_write(path) as file:

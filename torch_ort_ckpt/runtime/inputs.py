@@ -57,7 +57,7 @@ def _merge(specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str
 
 def _converted(spec: TensorSpec, given: Any, device: torch.device, differentiable: bool) -> torch.Tensor:
     if not isinstance(given, (torch.Tensor, np.ndarray, np.generic, int, float, bool, list)):
-        raise CheckpointError(f"expected a tensor, not {type(given).__name__}", field=spec.name)
+        raise CheckpointError(f"expected a tensor, not {type(given).__name__}", field=spec.name, remedy="Use torch.as_tensor(...).")
     value: torch.Tensor = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device=device)
     if value.requires_grad and torch.is_grad_enabled() and not differentiable:
         raise UnsupportedError(

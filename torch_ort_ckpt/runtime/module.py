@@ -299,7 +299,11 @@ def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> di
             known = ", ".join(artifacts.dimensions) or "none"
             raise CheckpointError(f"no symbolic dimension {name!r}", path=artifacts.folder, remedy=f"The graph has: {known}.")
         if not isinstance(size, int) or size < 1:
-            raise CheckpointError(f"dimension {name!r} must be a positive number, not {size!r}", path=artifacts.folder)
+            raise CheckpointError(
+                f"dimension {name!r} must be a positive number, not {size!r}",
+                path=artifacts.folder,
+                remedy='For example dimensions={"batch": 32}.',
+            )
     return dict(dimensions)
 
 

@@ -63,7 +63,10 @@ class OrtOptimizer(torch.optim.Optimizer):
                         remedy="Give other parameters to an optimizer of torch.optim.",
                     )
         if self.spec.max_norm is not None and len(self.param_groups) > 1:
-            raise UnsupportedError("the graph clips the gradients of all parameters together, it can't serve several groups")
+            raise UnsupportedError(
+                "the graph clips the gradients of all parameters together, it can't serve several groups",
+                remedy="Export the optimizer without max_norm and clip with torch.nn.utils.clip_grad_norm_.",
+            )
         if saved:
             self.load_groups(saved)
 
@@ -134,7 +137,10 @@ class OrtOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A group with a rate and hyper-parameters of its own: the graph runs once per group."""
         if self.spec.max_norm is not None and self.param_groups:
-            raise UnsupportedError("the graph clips the gradients of all parameters together, it can't serve several groups")
+            raise UnsupportedError(
+                "the graph clips the gradients of all parameters together, it can't serve several groups",
+                remedy="Export the optimizer without max_norm and clip with torch.nn.utils.clip_grad_norm_.",
+            )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +225,11 @@ class OrtOptimizer(torch.optim.Optimizer):
                 for number, key in enumerate(MOMENTS[self.spec.kind]):
                     moment = states.get(f"momentum{number}")
                     if moment is None or moment.shape != parameters[name].shape:
-                        raise CheckpointError("no moment of the parameter's shape", field=f"{name}/momentum{number}")
+                        raise CheckpointError(
+                            "no moment of the parameter's shape",
+                            field=f"{name}/momentum{number}",
+                            remedy="Load weights only: leave the optimizer out of load_checkpoint.",
+                        )
                     state[key] = moment.detach().to(parameters[name].device, parameters[name].dtype, copy=True).contiguous()
                 self.state[parameters[name]] = state
 

@@ -153,7 +153,8 @@ class TrainingSession:
         tensors = self._buffer_order(trainable_only)
         if flat.dtype is not torch.float32 or flat.numel() != sum(tensor.numel() for tensor in tensors):
             raise CheckpointError(
-                f"the buffer has {flat.numel()} elements of {flat.dtype}, the parameters {self.get_parameters_size(trainable_only)} float32"
+                f"the buffer has {flat.numel()} elements of {flat.dtype}, the model {self.get_parameters_size(trainable_only)} float32",
+                remedy="Make it with get_contiguous_parameters(trainable_only=...) of the same model.",
             )
         for tensor, piece in zip(tensors, torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))

@@ -98,7 +98,9 @@ class RunnerConfig:
                 values["export_outputs"] = tuple(values["export_outputs"])
             return cls(**values)
         except TypeError as error:
-            raise CheckpointError(f"unusable settings ({error})") from error
+            raise CheckpointError(
+                f"unusable settings ({error})", field="runner", remedy="RunnerConfig lists them with their types."
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` takes."""

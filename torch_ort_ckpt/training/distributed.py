@@ -134,7 +134,7 @@ class Ranks:
             raise problem
         for number, (_, text) in enumerate(answers):
             if text is not None:
-                raise CheckpointError(f"rank {number} failed: {text}")
+                raise CheckpointError(f"rank {number} failed: {text}", remedy="Its own output says more.")
         return [answer for answer, _ in answers]
 
     def first(self, action: Callable[[], T]) -> T:

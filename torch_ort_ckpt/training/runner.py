@@ -210,7 +210,7 @@ class TrainingRunner:
         parts = self._ranks.gather((sums, count))
         total = sum(size for _, size in parts)
         if not total:
-            raise CheckpointError("the test loader gives no batch")
+            raise CheckpointError("the test loader gives no batch", remedy="Give it data, or leave test_loader out.")
         self.metrics = {name: sum(part[name] for part, _ in parts) / total for name in sums}
         if self._post_evaluation is not None:
             self._post_evaluation(self.metrics, self.step)

@@ -69,7 +69,11 @@ def translate(
         inputs = [name for name in free if (name in needed if outputs is not None else not _is_ort_s(name))]
     known = {*given, *constants, *inputs, *(name for node in nodes for name in node.output)}
     if missing := sorted(needed - known):
-        raise CheckpointError(f"the graph has no value named {missing[0]!r}", field="outputs")
+        raise CheckpointError(
+            f"the graph has no value named {missing[0]!r}",
+            field="outputs",
+            remedy="Names of values are in the .onnx file: onnx.load(path).graph.",
+        )
     builder = GraphBuilder({entry.domain: entry.version for entry in model.opset_import})
     used = [name for name in order if name in needed and name not in inputs]
     for name in (*inputs, *used):
@@ -224,10 +228,16 @@ class GraphBuilder:
         if op.keywords is not None:
             if len(args) > len(op.kinds) and not op.variadic:
                 raise UnsupportedError(
-                    f"{node.op_type}: input {len(op.kinds)} ({node.input[len(op.kinds)]!r}) is not supported", field=where
+                    f"{node.op_type}: input {len(op.kinds)} ({node.input[len(op.kinds)]!r}) is not supported",
+                    field=where,
+                    remedy='Use engine="ort", or replace the operator with torch_ort_ckpt.register_op.',
                 )
             if unknown := [name for name in attributes if not op.takes(name)]:
-                raise UnsupportedError(f"{node.op_type}: the attribute {unknown[0]!r} is not supported", field=where)
+                raise UnsupportedError(
+                    f"{node.op_type}: the attribute {unknown[0]!r} is not supported",
+                    field=where,
+                    remedy='Use engine="ort", or replace the operator with torch_ort_ckpt.register_op.',
+                )
             if "outputs" in op.keywords:
                 attributes["outputs"] = len(node.output)
             if "device" in op.keywords:

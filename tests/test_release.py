@@ -1,0 +1,42 @@
+"""What a release needs: one version, the files in the package, and a workflow that does what `.ci/run` does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import torch_ort_ckpt as toc
+from torch_ort_ckpt.report import render
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_version_has_one_place() -> None:
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == toc.__version__
+    assert (ROOT / "CHANGELOG.md").read_text().count(f"## {toc.__version__}\n") == 1
+
+
+def test_an_installed_package_is_this_version() -> None:
+    installed = {name for names in importlib.metadata.packages_distributions().values() for name in names}
+    if "torch-ort-ckpt" in installed:
+        assert importlib.metadata.version("torch-ort-ckpt") == toc.__version__
+
+
+def test_the_package_has_its_data() -> None:
+    assert (Path(toc.__file__).parent / "py.typed").is_file()
+    assert render({"title": "t"}).startswith("<!doctype html>")
+
+
+def test_the_workflow_runs_the_same_script() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"^ +- run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_the_hooks_are_what_tox_runs() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    tox = (ROOT / "tox.ini").read_text()
+    for command in re.findall(r"^ +entry: (.*)$", hooks, re.MULTILINE):
+        assert command.removesuffix(" --fix") in tox
