@@ -54,8 +54,6 @@ def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: 
     frozen = set(note["frozen"])
     for name, value in values.items():
         (state.frozen if name in frozen else state.trainable)[name] = value
-    if orphans := sorted(state.mixed_precision.keys() - state.parameters.keys()):
-        raise ValueError(f"aliases of weights that are not there: {orphans[0]!r}")
     state.partitions = {name: extras.partition_from_json(entry, path) for name, entry in note["partitions"].items()}
     for name, entry in note["optimizer"].items():
         rate = entry["lr"] if entry["lr"] is None else _of(entry["lr"], float)
