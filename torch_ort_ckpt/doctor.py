@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +173,8 @@ def one_node() -> onnx.ModelProto:
 
 
 def _formats() -> Iterator[Check]:
-    with tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-") as folder:
+    with tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch remarks that dcp is used by one process
         for name in FORMATS:
             if not hasattr(module(name), "write"):
                 yield Check("formats", name, WORKS, "reads")
