@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 
@@ -19,6 +18,8 @@ pytestmark = pytest.mark.ort
 
 
 def run(path: Path, **inputs: torch.Tensor) -> list[Any]:
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

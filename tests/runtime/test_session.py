@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 
@@ -45,6 +44,8 @@ def test_the_verbs_of_a_training_loop_equal_the_official_api(tmp_path: Path) -> 
 
 
 def test_contiguous_parameters_are_laid_out_as_ort_does(tmp_path: Path) -> None:
+    import onnxruntime
+
     artifacts = exported("cnn")
     session, official = toc.TrainingSession(artifacts, threads=1), Official(artifacts, tmp_path)
     assert session.get_parameters_size(trainable_only=True) == official.module.get_parameters_size(True)
