@@ -15,7 +15,7 @@ from .names import NameMap
 from .state import CheckpointState, OptimizerGroup, Value, is_string, same_tensor
 from .storage import FileBuffer, PathLike, Progress
 
-_RELEASE_EVERY = 16 << 20
+_RELEASE_EVERY = 64 << 20
 
 
 def convert(

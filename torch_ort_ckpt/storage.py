@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap as _mmap
 import os
 import re
@@ -119,6 +120,8 @@ def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None 
         return 0
     view = tensor_bytes(value)
     size = len(view)
+    if value.device.type == "cpu" and value.is_contiguous():
+        _map_pages(value.data_ptr(), size)
     for start in range(0, size, _CHUNK):
         chunk = view[start : start + _CHUNK]
         while chunk:  # raw files may write less than asked
@@ -130,6 +133,14 @@ def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None 
 
 
 _CHUNK = 64 << 20
+_MADV_POPULATE_READ = 22  # Linux 5.14; older kernels refuse it, which does no harm
+
+
+def _map_pages(address: int, size: int) -> None:
+    """Map the pages of a tensor that aliases a file in one go: writing from them takes a third longer when each has to fault first."""
+    if sys.platform == "linux" and size >= 1 << 20:
+        start = address & ~(_mmap.PAGESIZE - 1)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MADV_POPULATE_READ)
 
 
 @contextlib.contextmanager
