@@ -45,22 +45,22 @@ def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: 
     """The state that `describe` took apart, without moments. A malformed note raises what malformed data raises in Python."""
     values: dict[str, Value] = dict(tensors)
     for name, entry in note["strings"].items():
-        values[name] = string_array([str(text) for text in entry["values"]], tuple(entry["shape"]))
+        values[_of(name, str)] = string_array([str(text) for text in entry["values"]], tuple(entry["shape"]))
     state = CheckpointState(nominal=bool(note["nominal"]))
     for name, value in note["properties"].items():
-        state.properties[name] = _of(value, int, float, str)
+        state.properties[_of(name, str)] = _of(value, int, float, str)
     for base, name in note["aliases"].items():
-        state.mixed_precision[base] = _of(values.pop(name), torch.Tensor)
+        state.mixed_precision[_of(base, str)] = _of(values.pop(name), torch.Tensor)
     frozen = set(note["frozen"])
     for name, value in values.items():
         (state.frozen if name in frozen else state.trainable)[name] = value
-    state.partitions = {name: extras.partition_from_json(entry, path) for name, entry in note["partitions"].items()}
+    state.partitions = {_of(name, str): extras.partition_from_json(entry, path) for name, entry in note["partitions"].items()}
     for name, entry in note["optimizer"].items():
         rate = entry["lr"] if entry["lr"] is None else _of(entry["lr"], float)
         group = OptimizerGroup(_of(entry["step"], int), _of(entry["initial_lr"], float), rate)
         group.hyperparameters = _of(entry["hyperparameters"], dict)
         group.states = {_of(param, str): {} for param in _of(entry["members"], list)}
-        state.optimizer[name] = group
+        state.optimizer[_of(name, str)] = group
     return state
 
 
