@@ -76,8 +76,8 @@ def test_ortcp(name: str, engine: str, exported: Path) -> None:
 
 @pytest.mark.parametrize("name", fixtures("ortcp_ort1_12") + fixtures("ortcp_ort1_14"))
 def test_ortcp_in_pytorch(name: str) -> None:
-    """With `torch.optim`, from the state dicts. A trainer that loads no moments does not start from zero, and what it starts from is not in
-    the file: of those (SGD among them) the first loss is compared, and the second to 1e-4 for SGD."""
+    """With `torch.optim`, from the state dicts. Without saved moments only the first loss agrees with the release's own run (the second differs,
+    for a reason not known); SGD's second loss agrees to 1e-4."""
     truth = Truth(name)
     state = toc.load(truth.checkpoint)
     module = MLP()
