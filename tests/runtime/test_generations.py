@@ -76,8 +76,8 @@ def test_ortcp(name: str, engine: str, exported: Path) -> None:
 
 @pytest.mark.parametrize("name", fixtures("ortcp_ort1_12") + fixtures("ortcp_ort1_14"))
 def test_ortcp_in_pytorch(name: str) -> None:
-    """With `torch.optim`, from the state dicts. Without saved moments only the first loss agrees with the release's own run (the second differs,
-    for a reason not known); SGD's second loss agrees to 1e-4."""
+    """With `torch.optim`, from the state dicts. Without saved moments only the first loss agrees with the release's own run (the
+    second differs, for a reason not known); SGD's second loss agrees to 1e-4."""
     truth = Truth(name)
     state = toc.load(truth.checkpoint)
     module = MLP()
