@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..artifacts import OptimizerSpec
-from ..engines.updates import GraphUpdater, TorchUpdater, Update, Updater
+from ..engines.graph_updates import GraphUpdater
+from ..engines.updates import TorchUpdater, Update, Updater
 from ..errors import CheckpointError, UnsupportedError
 from ..state import DEFAULT_LR, OptimizerGroup
 from .module import OrtModule

@@ -1,0 +1,211 @@
+"""The optimizer graph, run by ONNX Runtime on tensors that PyTorch owns.
+
+The graph takes sequences of tensors. Where they can be made once (see `sequences`), a step binds again only what has moved; elsewhere
+lists of numpy arrays on the same memory go through `InferenceSession.run`, which turns each of them into a tensor in every step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+import torch
+
+from ..artifacts import Artifacts, OptimizerSpec
+from ..errors import CheckpointError, UnsupportedError
+from ..graphs import model_bytes
+from . import EngineOptions, Tensors
+from .dlpack import to_ort
+from .sequences import available, make_sequence
+from .sessions import make_session, ort_errors
+from .updates import Update
+
+_KEPT = 4
+"""Sequences kept per role: gradients come in the few buffers of a pool."""
+
+
+class GraphUpdater:
+    """Runs `optimizer_model.onnx` on the tensors' own memory, in place."""
+
+    def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
+        if options.device.type != "cpu":
+            raise UnsupportedError("the optimizer graph runs on CPU memory here", remedy="Use OrtOptimizer(fused=True).")
+        self._artifacts = artifacts
+        self._options = EngineOptions(threads=options.threads, session_options=options.session_options)
+        self._runs: dict[OptimizerSpec, _Run] = {}
+        self._built_in = artifacts.optimizer_spec
+        self._default = self._run(self._built_in)
+
+    def apply(self, update: Update) -> bool:
+        run = self._default if update.hyperparameters is self._built_in else self._run(update.hyperparameters)
+        try:
+            updated = run.apply(update)
+        except ort_errors() as error:
+            raise CheckpointError(
+                f"ONNX Runtime could not run the optimizer graph: {error}", remedy="OrtOptimizer(..., fused=True) does the same on PyTorch."
+            ) from error
+        _increment_versions(update.parameters)
+        return updated
+
+    def _run(self, spec: OptimizerSpec) -> _Run:
+        """Hyper-parameters are attributes of the graph: other values need another session (a small one)."""
+        if spec not in self._runs:
+            if len(self._runs) >= 16:
+                self._runs.clear()
+            model, path = self._artifacts.optimizer, self._artifacts.optimizer_path
+            built_in = spec == self._built_in
+            if model is None:
+                if not built_in:
+                    raise UnsupportedError(
+                        "hyper-parameters can't be changed in a .ort graph", path=path, remedy="Use optimizer_model.onnx."
+                    )
+                session = make_session(str(path), self._options)
+            else:
+                source = with_boolean_flag(model if built_in else with_hyperparameters(model, spec))
+                session = make_session(model_bytes(source, path), self._options)
+            self._runs[spec] = SequenceRun(session) if available() else ListRun(session)
+        return self._runs[spec]
+
+
+class _Run(Protocol):
+    """One session of the optimizer graph."""
+
+    def apply(self, update: Update) -> bool: ...
+
+
+class SequenceRun:
+    """Sequences on the tensors' memory, bound until a tensor has moved.
+
+    Neither sequences nor arrays refer to the tensors (a held gradient could not be reused): they are only ever used for live tensors at
+    the addresses they were made for.
+    """
+
+    def __init__(self, session: Any) -> None:
+        from onnxruntime.capi import _pybind_state as ort
+
+        self._session = session._sess
+        self._io = ort.SessionIOBinding(self._session)
+        self._lr, self._step, self._flag = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+        self._io.bind_ortvalue_output(session.get_outputs()[0].name, to_ort(self._flag))
+        names = {value.name for value in session.get_inputs()}
+        for name, scalar in (("learning_rate", self._lr), ("step", self._step)):
+            if name in names:
+                self._io.bind_ortvalue_input(name, to_ort(scalar))
+        self._roles = [role for role in _ROLES if role in names]
+        self._bound: dict[str, Any] = {}
+        self._known: dict[str, dict[tuple[int, ...], Any]] = {role: {} for role in self._roles}
+
+    def apply(self, update: Update) -> bool:
+        self._lr.fill_(update.lr)
+        self._step.fill_(update.step)
+        for role in self._roles:
+            tensors = _ROLES[role](update)
+            addresses = _addresses(tensors)
+            if addresses != self._bound.get(role):
+                self._io.bind_ortvalue_input(role, self._sequence(role, addresses, tensors))
+                self._bound[role] = addresses
+        self._session.run_with_iobinding(self._io, None)
+        return bool(self._flag.item())
+
+    def _sequence(self, role: str, addresses: list[int], tensors: Tensors) -> Any:
+        known, key = self._known[role], tuple(addresses)
+        if key not in known:
+            for tensor in tensors:
+                _check(tensor)
+            if len(known) >= _KEPT:
+                known.clear()
+            known[key] = make_sequence(tensors)
+        return known[key]
+
+
+class ListRun:
+    """Lists of numpy arrays on the tensors' memory."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session._sess
+        names = {value.name for value in session.get_inputs()}
+        self._scalars = [name for name in ("learning_rate", "step") if name in names]
+        self._roles = [role for role in _ROLES if role in names]
+        self._outputs = [session.get_outputs()[0].name]
+        self._known: dict[str, dict[tuple[int, ...], list[Any]]] = {role: {} for role in self._roles}
+
+    def apply(self, update: Update) -> bool:
+        scalars = {"learning_rate": np.array([update.lr], np.float32), "step": np.array([update.step], np.int64)}
+        feeds: dict[str, Any] = {name: scalars[name] for name in self._scalars}
+        for role in self._roles:
+            feeds[role] = self._arrays(role, _ROLES[role](update))
+        (updated, *_) = self._session.run(self._outputs, feeds, None)
+        return bool(np.asarray(updated).reshape(-1)[0])
+
+    def _arrays(self, role: str, tensors: Tensors) -> list[Any]:
+        known, key = self._known[role], tuple(_addresses(tensors))
+        if key not in known:
+            if len(known) >= _KEPT:
+                known.clear()
+            known[key] = [_array(tensor) for tensor in tensors]
+        return known[key]
+
+
+_ROLES: dict[str, Any] = {
+    "params": lambda update: update.parameters,
+    "gradients": lambda update: update.gradients,
+    "first_order_moments": lambda update: update.first or update.parameters,  # SGD declares them and leaves them alone
+    "second_order_moments": lambda update: update.second,
+}
+
+
+def _addresses(tensors: Tensors) -> list[int]:
+    """Where the tensors lie. A transposed view of the same memory is another thing: never equal to what was bound."""
+    return [tensor.data_ptr() if tensor.is_contiguous() else -1 for tensor in tensors]
+
+
+def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.ModelProto:
+    """The same optimizer graph with other attributes."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    values = {"alpha": spec.betas[0], "beta": spec.betas[1], "epsilon": spec.eps, "weight_decay": spec.weight_decay}
+    for node in changed.graph.node:
+        if node.op_type == "AdamWOptimizer":
+            kept = [item for item in node.attribute if item.name not in values]
+            del node.attribute[:]
+            node.attribute.extend([*kept, *(onnx.helper.make_attribute(name, float(value)) for name, value in values.items())])
+    return changed
+
+
+def _increment_versions(tensors: Tensors) -> None:
+    """Tell autograd that the tensors changed, which it can't see when ORT writes."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except TypeError:  # PyTorch 2.4 takes one tensor at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def with_boolean_flag(model: onnx.ModelProto) -> onnx.ModelProto:
+    """ORT 1.14 and 1.15 declared the output that says whether an update took place as int64; later releases refuse such a graph."""
+    flags = {node.output[0] for node in model.graph.node if node.op_type == "AdamWOptimizer"}
+    if not any(value.name in flags and value.type.tensor_type.elem_type == onnx.TensorProto.INT64 for value in model.graph.output):
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in changed.graph.output:
+        if value.name in flags:
+            value.type.tensor_type.elem_type = onnx.TensorProto.BOOL
+    return changed
+
+
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+        raise UnsupportedError(
+            f"the optimizer graph takes contiguous float32 tensors, not {tensor.dtype}", remedy="Use OrtOptimizer(fused=True)."
+        )
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    _check(tensor)
+    if tensor.numel() == 0:
+        return np.empty(tuple(tensor.shape), np.float32)
+    memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(memory), np.float32).reshape(tuple(tensor.shape))
