@@ -9,6 +9,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import torch_ort_ckpt as toc
 from tests.official import Official, artifact_folders, assert_same, batches, loads_officially
@@ -257,3 +258,47 @@ def test_an_optimizer_can_be_copied_with_its_model() -> None:
     twin_model, twin = copy.deepcopy((model, optimizer))
     assert twin.model is twin_model
     assert train(twin_model, twin, data[3:]) == train(model, optimizer, data[3:])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_hooks_for_all_optimizers_and_a_profiler_see_the_step(fused: bool) -> None:
+    model = toc.OrtModule(toc.Artifacts.load(ADAMW))
+    optimizer = toc.OrtOptimizer(model, fused=fused)
+    calls: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    (batch,) = batches(model.artifacts, 1)
+    train(model, optimizer, [batch])
+    for handle in handles:
+        handle.remove()
+    assert calls == ["before", "after"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(model, optimizer, [batch])
+    assert "Optimizer.step#OrtOptimizer.step" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_that_the_user_replaces_is_the_one_that_is_used(fused: bool) -> None:
+    model = toc.OrtModule(toc.Artifacts.load(ADAMW))
+    optimizer = toc.OrtOptimizer(model, fused=fused)
+    batch, *_ = batches(model.artifacts, 1)
+    train(model, optimizer, [batch, batch])
+    first, second, *_ = optimizer.param_groups[0]["params"]
+    before = optimizer.state[first]["exp_avg"]
+    kept = before.clone()
+    optimizer.state[first]["exp_avg"] = torch.zeros_like(before)
+    optimizer.state[second] = {**optimizer.state[second], "exp_avg": torch.full_like(second.detach(), 0.5)}
+    train(model, optimizer, [batch])
+    assert torch.equal(before, kept)
+    assert optimizer.state[first]["exp_avg"].abs().sum() > 0
+    assert optimizer.state[second]["exp_avg"].mean() > 0.3
+    optimizer.state[first]["exp_avg"].data = torch.zeros(first.shape)
+    address = optimizer.state[first]["exp_avg"].data_ptr()
+    train(model, optimizer, [batch])
+    assert optimizer.state[first]["exp_avg"].data_ptr() == address
+    assert optimizer.state[first]["exp_avg"].abs().sum() > 0
+    optimizer.state.clear()
+    train(model, optimizer, [batch])
+    assert optimizer.checkpoint_step == 1

@@ -87,10 +87,11 @@ class SequenceRun:
 
         self._session = session._sess
         self._io = ort.SessionIOBinding(self._session)
-        self._lr, self._step, self._flag = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
-        self._io.bind_ortvalue_output(session.get_outputs()[0].name, to_ort(self._flag))
+        scalars = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+        self._lr, self._step, self._flag = (scalar.numpy() for scalar in scalars)  # cheaper to set and read than the tensors
+        self._io.bind_ortvalue_output(session.get_outputs()[0].name, to_ort(scalars[2]))
         names = {value.name for value in session.get_inputs()}
-        for name, scalar in (("learning_rate", self._lr), ("step", self._step)):
+        for name, scalar in zip(("learning_rate", "step"), scalars, strict=False):
             if name in names:
                 self._io.bind_ortvalue_input(name, to_ort(scalar))
         self._roles = [role for role in _ROLES if role in names]
@@ -98,8 +99,7 @@ class SequenceRun:
         self._known: dict[str, dict[tuple[int, ...], Any]] = {role: {} for role in self._roles}
 
     def apply(self, update: Update) -> bool:
-        self._lr.fill_(update.lr)
-        self._step.fill_(update.step)
+        self._lr[0], self._step[0] = update.lr, update.step
         for role in self._roles:
             tensors = _ROLES[role](update)
             addresses = _addresses(tensors)
@@ -107,7 +107,7 @@ class SequenceRun:
                 self._io.bind_ortvalue_input(role, self._sequence(role, addresses, tensors))
                 self._bound[role] = addresses
         self._session.run_with_iobinding(self._io, None)
-        return bool(self._flag.item())
+        return bool(self._flag[0])
 
     def _sequence(self, role: str, addresses: list[int], tensors: Tensors) -> Any:
         known, key = self._known[role], tuple(addresses)
@@ -158,6 +158,8 @@ _ROLES: dict[str, Any] = {
 
 def _addresses(tensors: Tensors) -> list[int]:
     """Where the tensors lie. A transposed view of the same memory is another thing: never equal to what was bound."""
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        return list(map(torch.Tensor.data_ptr, tensors))
     return [tensor.data_ptr() if tensor.is_contiguous() else -1 for tensor in tensors]
 
 

@@ -98,7 +98,7 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
     if options.session_options is None:
         settings.log_severity_level = 3
         # Spinning ORT threads and PyTorch's OpenMP threads would take the cores from each other.
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
         if options.threads is not None:
             settings.intra_op_num_threads = options.threads
     # Packed copies of the weights would go stale with the first optimizer step.

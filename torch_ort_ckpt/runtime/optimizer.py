@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import is_ as _is
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..artifacts import OptimizerSpec
 from ..engines.graph_updates import GraphUpdater
@@ -21,6 +24,12 @@ HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
 """PyTorch's names of the moments that the update reads and writes."""
+
+
+_States = tuple[list[torch.Tensor], list[dict[str, Any]], list[dict[str, Any]]]
+"""Parameters, all entries of the optimizer's state, and those of the parameters."""
+
+_is_none = partial(_is, None)
 
 
 class OrtOptimizer(torch.optim.Optimizer):
@@ -50,6 +59,7 @@ class OrtOptimizer(torch.optim.Optimizer):
             )
         self.updated = True
         self._updater: Updater | None = None
+        self._known_states: dict[int, _States] = {}
         known = {id(value): name for name, value in self.model.named_trainable().items()}
         saved = self.model.take_optimizer_groups()
         if lr is None:
@@ -71,9 +81,30 @@ class OrtOptimizer(torch.optim.Optimizer):
         if saved:
             self.load_groups(saved)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `self.updated` tells whether the graph made it (graphs can skip; the step count then stays)."""
+        # PyTorch's wrapper around every `step` costs as much as the graph's run on a small model: only where it has something to do.
+        if closure is not None or self.fused or self._is_watched():
+            return self._watched_step(closure)
+        for group in self.param_groups:
+            self._step_group(group)
+        return None
+
+    step.hooked = True  # type: ignore[attr-defined]  # tells torch.optim.Optimizer not to wrap it
+
+    def _is_watched(self) -> bool:
+        """Whether there are step hooks to call, or a profiler to tell."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+        )
+
+    @torch.optim.Optimizer.profile_hook_step
+    @torch.no_grad()
+    def _watched_step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,12 +114,16 @@ class OrtOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not parameters:
-            return
-        gradients = [parameter.grad for parameter in parameters]
-        states = [self.state.get(parameter) or self._state_of(parameter, group) for parameter in parameters]
+        parameters: list[torch.Tensor] = group["params"]
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        if any(map(_is_none, gradients)):
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+            gradients = [gradient for gradient in gradients if gradient is not None]
+            if not parameters:
+                return
+        states = self._states(parameters, group)
         step: torch.Tensor = states[0]["step"]
+        count = int(step.item()) + 1
         names = MOMENTS[self.spec.kind]
         moments = [[state[name] for state in states] for name in names] or [[], []]
         self.updated = self._update_with().apply(
@@ -97,13 +132,27 @@ class OrtOptimizer(torch.optim.Optimizer):
                 gradients=gradients,
                 first=moments[0],
                 second=moments[1],
-                step=int(step.item()) + 1,
+                step=count,
                 lr=float(group["lr"]),
                 hyperparameters=self._hyperparameters(group),
             )
         )
         if self.updated:
-            step.add_(1)
+            step.fill_(count)
+
+    def _states(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
+        """The parameters' entries of `self.state`. Looking each up takes long (tensors are hashed by a Python function), so they are
+        kept for as long as `self.state` holds the same entries."""
+        known = self._known_states.get(id(group))
+        if known is not None:
+            owners, entries, states = known
+            values = self.state.values()
+            unchanged = len(values) == len(entries) and all(map(_is, values, entries))
+            if unchanged and len(owners) == len(parameters) and all(map(_is, parameters, owners)):
+                return states
+        states = [self.state.get(parameter) or self._state_of(parameter, group) for parameter in parameters]
+        self._known_states[id(group)] = (list(parameters), list(self.state.values()), states)
+        return states
 
     def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -255,7 +304,15 @@ class OrtOptimizer(torch.optim.Optimizer):
         return optimizer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "model": self.model, "spec": self.spec, "fused": self.fused, "updated": True, "_updater": None}
+        return {
+            **super().__getstate__(),
+            "model": self.model,
+            "spec": self.spec,
+            "fused": self.fused,
+            "updated": True,
+            "_updater": None,
+            "_known_states": {},
+        }
 
 
 def unwrap(model: nn.Module) -> OrtModule:
