@@ -6,6 +6,8 @@ conjugate view at face value. None of these can be expressed here.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +24,6 @@ ALIASABLE = frozenset(
 
 def to_ort(tensor: torch.Tensor) -> Any:
     """An OrtValue on the tensor's memory, which it keeps alive. The tensor must be contiguous."""
-    from onnxruntime.capi import _pybind_state as ort
-
     if tensor.dtype not in ALIASABLE:
         raise UnsupportedError(f"ONNX Runtime can't borrow tensors of {short_name(tensor.dtype)}", remedy="Convert it first.")
     if not tensor.is_contiguous():
@@ -33,13 +33,12 @@ def to_ort(tensor: torch.Tensor) -> Any:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype is torch.bool:
-        return ort.OrtValue.from_dlpack(torch._C._to_dlpack(tensor.view(torch.uint8)), True)
-    return ort.OrtValue.from_dlpack(torch._C._to_dlpack(tensor), False)
+        return _borrow()(torch._C._to_dlpack(tensor.view(torch.uint8)), True)
+    return _borrow()(torch._C._to_dlpack(tensor), False)
 
 
-def from_ort(value: Any) -> torch.Tensor:
-    """A tensor on the OrtValue's memory, which it keeps alive."""
-    is_bool = value.data_type() == "tensor(bool)"
+def from_ort(value: Any, is_bool: bool = False) -> torch.Tensor:
+    """A tensor on the OrtValue's memory, which it keeps alive. DLPack does not tell bool from uint8."""
     tensor = from_dlpack(value.to_dlpack())
     return tensor.view(torch.bool) if is_bool else tensor
 
@@ -47,3 +46,11 @@ def from_ort(value: Any) -> torch.Tensor:
 def as_input(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where it can be lent, a contiguous copy otherwise."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+@functools.cache
+def _borrow() -> Callable[[Any, bool], Any]:
+    from onnxruntime.capi import _pybind_state as ort
+
+    borrow: Callable[[Any, bool], Any] = ort.OrtValue.from_dlpack
+    return borrow

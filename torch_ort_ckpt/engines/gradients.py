@@ -58,6 +58,10 @@ class GradientBuffer:
         found: list[Any] = [None] * len(self._order)
         position = 0
         for kind, shape, strides, start in self._groups:
+            if shape[0] == 1:
+                found[self._order[position]] = flats[kind].as_strided(shape[1:], strides[1:], start)
+                position += 1
+                continue
             for view in flats[kind].as_strided(shape, strides, start).unbind(0):
                 found[self._order[position]] = view
                 position += 1

@@ -198,12 +198,17 @@ class _TrainingGraph(GraphSession):
 
     def _unbias(self, parameters: Tensors, before: list[torch.Tensor], shapes: Sequence[torch.Tensor]) -> None:
         """PyTorch keeps the unbiased variance in its running statistics, ORT's CPU kernel the biased one."""
+        changed, kept, factors = [], [], []
         for (index, momentum), old, shape in zip(self.statistics, before, shapes, strict=True):
             batch, _, *space = shape.tolist()
             count = batch * math.prod(space)
             if count > 1:
-                kept = old.mul_(momentum)
-                parameters[index].sub_(kept).mul_(count / (count - 1)).add_(kept)
+                changed.append(parameters[index])
+                kept.append(old.mul_(momentum))
+                factors.append(count / (count - 1))
+        torch._foreach_sub_(changed, kept)
+        torch._foreach_mul_(changed, factors)
+        torch._foreach_add_(changed, kept)
 
     def _new_buffer(self) -> GradientBuffer:
         buffer = GradientBuffer(self.gradient_specs, self.device)

@@ -43,7 +43,8 @@ class Binding:
         self.io = ort.SessionIOBinding(owner.session._sess)
         for name in outputs:
             self.io.bind_output(name, ort_device(owner.device))
-        self._count = len(outputs)
+        types = {value.name: value.type for value in owner.session.get_outputs()}
+        self._is_bool = [types[name] == "tensor(bool)" for name in outputs]
         self._indices = [index for index, _ in owner.parameters]
         self._all = self._indices == list(range(len(owner.specs)))
         self._pointers: list[int] = [-1] * len(self._indices)
@@ -79,7 +80,7 @@ class Binding:
                 remedy='Check shapes and types of the inputs against model.artifacts.inputs; engine="torch" may say more.',
             ) from error
         values = self.io.get_outputs()
-        return [from_ort(values[index]) for index in range(self._count)]
+        return [from_ort(values[index], is_bool) for index, is_bool in enumerate(self._is_bool)]
 
     def _refresh_aliases(self, parameters: Tensors) -> None:
         """Half-precision aliases follow their masters, whoever changed them since the last run."""
@@ -97,7 +98,7 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
     settings = options.session_options or onnxruntime.SessionOptions()
     if options.session_options is None:
         settings.log_severity_level = 3
-        # Spinning ORT threads and PyTorch's OpenMP threads would take the cores from each other.
+        # Threads that spin within a run save the time to wake them; spinning on after it, they would take the cores from PyTorch's.
         settings.add_session_config_entry("session.force_spinning_stop", "1")
         if options.threads is not None:
             settings.intra_op_num_threads = options.threads

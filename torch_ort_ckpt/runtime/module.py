@@ -58,8 +58,7 @@ class OrtModule(nn.Module):
         self._engine: Engine | None = make(engine, self.artifacts, self._options)
         self.seed_dropout(_torch_seed() if seed is None else seed)
         self._follows_torch = seed is None
-        self._overwrite = False
-        self._gradients: Any = None
+        self._loop = _Loop()
         self._register(self.artifacts.state)
         checkpoints.restore_position(self, self.artifacts.state, None)
 
@@ -72,9 +71,9 @@ class OrtModule(nn.Module):
         )
         tensors = self._tensors()
         if self.training and torch.is_grad_enabled():
-            if self._overwrite:  # lazy_reset_grad was called
+            if self._loop.overwrite:
                 self.zero_grad()
-                self._overwrite = False
+                self._loop.overwrite = False
             outputs = engine.train(inputs, tensors, self._next_seed())
             self._count_batches()
         else:
@@ -85,10 +84,10 @@ class OrtModule(nn.Module):
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
-        tensors = self._tensors()
+        tensors, loop = self._tensors(), self._loop
         with torch.no_grad():
-            if self._overwrite and self._gradients is not None and self.engine.name == "ort":
-                outputs, gradients = cast(OverwritingEngine, self._engine).step_into(self._gradients, inputs, tensors, self._next_seed())
+            if loop.overwrite and loop.gradients is not None and self.engine.name == "ort":
+                outputs, gradients = cast(OverwritingEngine, self._engine).step_into(loop.gradients, inputs, tensors, self._next_seed())
             else:
                 outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
             self._count_batches()
@@ -97,7 +96,7 @@ class OrtModule(nn.Module):
 
     def lazy_reset_grad(self) -> None:
         """The next `train_step` writes over the gradients instead of adding to them (cheaper than setting each `.grad` to None)."""
-        self._overwrite = True
+        self._loop.overwrite = True
 
     @property
     def engine(self) -> Engine:
@@ -227,7 +226,7 @@ class OrtModule(nn.Module):
     def _deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
         """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
         pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[0].grad is not pair[1]]
-        if self._overwrite and pairs:
+        if self._loop.overwrite and pairs:
             written = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.grad is gradient}
             for parameter, _ in pairs:
                 if id(parameter) not in written:  # a tied parameter has several gradients, one of them in place already
@@ -244,7 +243,7 @@ class OrtModule(nn.Module):
                 new.append(gradient)
         if old:
             torch._foreach_add_(old, new)
-        self._gradients, self._overwrite = gradients, False
+        self._loop.gradients, self._loop.overwrite = gradients, False
 
     def _count_batches(self) -> None:
         """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
@@ -277,7 +276,15 @@ class OrtModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Sessions can't be copied or pickled; they are made anew on the other side."""
         options = EngineOptions(**{**self._options.__dict__, "session_options": None})
-        return {**self.__dict__, "_engine": None, "_options": options, "_gradients": None}
+        return {**self.__dict__, "_engine": None, "_options": options, "_loop": _Loop(self._loop.overwrite)}
+
+
+class _Loop:
+    """What one step leaves for the next. Not attributes of the module, where setting one takes ten times as long."""
+
+    def __init__(self, overwrite: bool = False) -> None:
+        self.overwrite = overwrite  # lazy_reset_grad was called
+        self.gradients: Any = None  # of the last train_step
 
 
 class Scope(nn.Module):
