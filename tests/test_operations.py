@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,31 @@ class TestConvert:
         assert state.trainable["fc1.weight"].dtype == torch.bfloat16
         assert state.frozen["frozen.i64"].dtype == torch.int64
         assert not state.optimizer
+
+    @pytest.mark.parametrize("form", ["safetensors", "ort"])
+    @pytest.mark.parametrize("position", ["middle", "end"])
+    def test_bytes_that_change_on_their_way_are_noticed(self, tmp_path: Path, form: str, position: str) -> None:
+        state = toc.CheckpointState(trainable={"w": torch.arange(700_000, dtype=torch.float32), "v": torch.ones(3)})
+        toc.save(state, tmp_path / "source")
+        destination = tmp_path / f"copy.{form}"
+        changed = []
+
+        def flip(_: int) -> None:
+            """Damages the last byte written so far, or one half a piece before."""
+            (temporary,) = tmp_path.glob(".copy*.tmp")
+            if not changed and temporary.stat().st_size > 2_000_000:
+                with open(temporary, "r+b") as file:
+                    file.seek(-1 if position == "end" else -500_000, os.SEEK_END)
+                    byte = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte[0] ^ 1]))
+                changed.append(byte)
+
+        with pytest.raises(toc.CheckpointError, match="not what was written"):
+            toc.convert(tmp_path / "source", destination, to=form, progress=flip)
+        assert changed
+        toc.convert(tmp_path / "source", destination, to=form, overwrite=True)
+        assert toc.load(destination, format=form) == state
 
     def test_needs_permission_to_overwrite(self, tmp_path: Path) -> None:
         source = Truth("fbv2_ort1_19_2_sgd_full").checkpoint

@@ -17,7 +17,7 @@ import torch
 from . import properties as names
 from .errors import CheckpointError
 from .partition import WHOLE, Place, local_part, local_shape, place_of, stretches
-from .state import CheckpointState, OptimizerGroup, Value, alias_name, byte_view, is_string, same_number, same_tensor
+from .state import CheckpointState, OptimizerGroup, Value, alias_name, is_string, same_number, same_tensor
 from .storage import warn
 
 Source: TypeAlias = Callable[[], CheckpointState]
@@ -244,7 +244,7 @@ class _Result:
                 if fresh:
                     view.copy_(piece)
                 else:
-                    self._replica(key, index, torch.equal(byte_view(view), byte_view(piece)))
+                    self._replica(key, index, same_tensor(view, piece))
 
     def _replica(self, key: Label, index: int, same: bool) -> None:
         if not same:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from .bridge import weight_as
 from .errors import CheckpointError
 from .formats import format_for, load, save
 from .names import NameMap
-from .state import CheckpointState, OptimizerGroup, Value, is_string, same_tensor
-from .storage import FileBuffer, PathLike, Progress
+from .state import CheckpointState, OptimizerGroup, Value, is_string, nbytes, same_ends, same_tensor
+from .storage import FileBuffer, PathLike, Progress, ReadBack
 
 _RELEASE_EVERY = 64 << 20
 
@@ -56,6 +57,8 @@ def convert(
         state = renamed(state, names if isinstance(names, NameMap) else read_name_map(names))
     if dtype is not None:
         state = as_dtype(state, dtype)
+    advance = _releasing(buffers, progress)
+    reader = ReadBack(advance) if verify and hasattr(os, "preadv") else None
     save(
         state,
         destination,
@@ -63,11 +66,11 @@ def convert(
         include_mixed_precision=include_mixed_precision,
         overwrite=overwrite,
         durable=durable,
-        progress=_releasing(buffers, progress),
+        progress=reader or advance,
         **options,
     )
     if verify:
-        _verify(state, destination, target, buffers, options)
+        _verify(state, destination, target, buffers, options, reader)
     return state
 
 
@@ -135,22 +138,35 @@ def _releasing(buffers: tuple[FileBuffer, ...], progress: Progress | None) -> Pr
     return advance
 
 
-def _verify(state: CheckpointState, destination: PathLike, target: str, buffers: tuple[FileBuffer, ...], options: dict[str, Any]) -> None:
+def _verify(
+    state: CheckpointState,
+    destination: PathLike,
+    target: str,
+    buffers: tuple[FileBuffer, ...],
+    options: dict[str, Any],
+    reader: ReadBack | None,
+) -> None:
+    """Load what was written and compare it. Of tensors whose bytes were read back already, type, shape and both ends: that the file's
+    index leads to them."""
     again = load(destination, format=target)
-    written, read = dict(state.tensors()), dict(again.tensors())
-    held = 0
-    for name, value in written.items():
-        merged = options.get("groups") == "merge" and name.startswith("optimizer/")
-        outside = target == "onnx" and name not in read  # a model takes only what it has initializers for; the writer has said so
-        if not (merged or outside) and (name not in read or not same_tensor(value, read[name])):
+    read = dict(again.tensors())
+    release = _releasing((*buffers, *again._buffers), None)
+
+    def same(name: str, value: Value) -> bool:
+        if options.get("groups") == "merge" and name.startswith("optimizer/"):
+            return True
+        if name not in read:
+            return target == "onnx"  # a model takes only what it has initializers for; the writer has said so
+        if reader and not is_string(value) and (value.data_ptr(), nbytes(value)) in reader.compared:
+            return same_ends(value, read[name])
+        release(nbytes(value))
+        return same_tensor(value, read[name])
+
+    for name, value in state.tensors():
+        if (reader and reader.damaged) or not same(name, value):
             raise CheckpointError(
                 "what was read back is not what was written",
                 path=destination,
-                field=name,
+                field=name if not (reader and reader.damaged) else None,
                 remedy="Keep the source, and check the medium: the file was changed or damaged after it was written.",
             )
-        held += getattr(value, "nbytes", 0)
-        if held >= _RELEASE_EVERY:
-            held = 0
-            for buffer in (*buffers, *again._buffers):
-                buffer.release()

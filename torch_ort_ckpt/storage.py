@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import mmap as _mmap
 import os
 import re
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from .errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError
-from .state import Value, byte_view
+from .state import Value, byte_view, same_bytes
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -120,15 +121,20 @@ def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None 
         return 0
     view = tensor_bytes(value)
     size = len(view)
-    if value.device.type == "cpu" and value.is_contiguous():
-        _map_pages(value.data_ptr(), size)
-    for start in range(0, size, _CHUNK):
-        chunk = view[start : start + _CHUNK]
-        while chunk:  # raw files may write less than asked
-            written = file.write(chunk)
+    map_pages(value)
+    reader = progress if isinstance(progress, ReadBack) and isinstance(file, io.FileIO) else None
+    step = _CHUNK if reader is None else _READ_BACK
+    for start in range(0, size, step):
+        rest = chunk = view[start : start + step]
+        while rest:  # raw files may write less than asked
+            written = file.write(rest)
             if progress:
                 progress(written)
-            chunk = chunk[written:]
+            rest = rest[written:]
+        if reader:
+            reader.check(file, chunk)
+    if reader:
+        reader.compared.add((value.data_ptr(), size))
     return size
 
 
@@ -136,11 +142,37 @@ _CHUNK = 64 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14; older kernels refuse it, which does no harm
 
 
-def _map_pages(address: int, size: int) -> None:
-    """Map the pages of a tensor that aliases a file in one go: writing from them takes a third longer when each has to fault first."""
-    if sys.platform == "linux" and size >= 1 << 20:
+def map_pages(value: torch.Tensor) -> None:
+    """Map the pages of a tensor that aliases a file in one go: reading them takes a third longer when each has to fault first."""
+    size = value.numel() * value.element_size()
+    if sys.platform == "linux" and size >= 1 << 20 and value.device.type == "cpu" and value.is_contiguous():
+        address = value.data_ptr()
         start = address & ~(_mmap.PAGESIZE - 1)
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MADV_POPULATE_READ)
+
+
+class ReadBack:
+    """A `Progress` that also reads each piece of a tensor back from the file right after it was written, while both are in the
+    processor's cache. `compared` holds address and size of the tensors read back, `damaged` tells whether anything differed."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._buffer = torch.empty(_READ_BACK, dtype=torch.uint8)
+        self._space = self._buffer.numpy().data
+        self.compared: set[tuple[int, int]] = set()
+        self.damaged = False
+
+    def __call__(self, count: int) -> None:
+        self._progress(count)
+
+    def check(self, file: BinaryIO, written: memoryview) -> None:
+        size = len(written)
+        found = os.preadv(file.fileno(), [self._space[:size]], file.tell() - size)
+        if found != size or not same_bytes(torch.frombuffer(written, dtype=torch.uint8), self._buffer[:size]):
+            self.damaged = True
+
+
+_READ_BACK = 1 << 20
 
 
 @contextlib.contextmanager
@@ -161,7 +193,7 @@ class PendingFile:
     def __init__(self, path: PathLike) -> None:
         self.target = Path(os.path.realpath(path))  # through a symbolic link, as an in-place write would go
         self.committed = False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         descriptor, self._mark = -1, None
         while self._mark is None:
             self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
