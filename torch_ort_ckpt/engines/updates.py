@@ -33,6 +33,9 @@ class Updater(Protocol):
 class TorchUpdater:
     """The graph's mathematics on PyTorch's fused and foreach kernels, for any device."""
 
+    def __init__(self) -> None:
+        self._step = torch.zeros(())
+
     def apply(self, update: Update) -> bool:
         spec, parameters, gradients = update.hyperparameters, list(update.parameters), list(update.gradients)
         if spec.max_norm is not None:
@@ -49,7 +52,10 @@ class TorchUpdater:
         elif spec.adam_mode == 1:  # p -= lr * c2 / c1 * m / (sqrt(v) + eps)
             eps = eps / correction2
         early = decay * update.lr / lr if spec.adam_mode == 0 and lr else 0.0  # mode 0 decays before the update, by the true rate
-        steps = [torch.tensor(float(update.step), device=parameters[0].device)] * len(parameters)
+        device = parameters[0].device
+        if self._step.device != device:
+            self._step = torch.zeros((), device=device)
+        steps = [self._step.fill_(update.step)] * len(parameters)
         torch._fused_adamw_(
             parameters,
             gradients,

@@ -84,10 +84,15 @@ class OrtOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `self.updated` tells whether the graph made it (graphs can skip; the step count then stays)."""
         # PyTorch's wrapper around every `step` costs as much as the graph's run on a small model: only where it has something to do.
-        if closure is not None or self.fused or self._is_watched():
+        if closure is not None or self._is_watched() or torch.compiler.is_compiling():
             return self._watched_step(closure)
-        for group in self.param_groups:
-            self._step_group(group)
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            for group in self.param_groups:
+                self._step_group(group)
+        finally:
+            torch._C._set_grad_enabled(before)
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # tells torch.optim.Optimizer not to wrap it

@@ -33,6 +33,8 @@ class TorchEngine:
         self.artifacts, self.options = artifacts, options
         # What a forward reads must be there before torch.compile traces it: a cached property takes a lock when first computed.
         self._read_by_forward = artifacts.inputs, artifacts.input_gradients
+        order = {name: place for place, name in enumerate(artifacts.parameters)}
+        self._trainable = [order[name] for name in artifacts.trainable]
         self.training_graph = make_graph(artifacts, options, training=True) if artifacts.training_path else None
         self.eval_graph = make_graph(artifacts, options, training=False) if artifacts.eval_path else None
 
@@ -42,14 +44,12 @@ class TorchEngine:
         return self.training_graph(inputs, parameters)
 
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
-        order = list(self.artifacts.parameters)
         if self.options.compile and self.training_graph is not None:
-            places = [order.index(name) for name in self.artifacts.trainable]
-            result: tuple[tuple[torch.Tensor, ...], Tensors] = self._compiled_step(places, list(inputs), [p.detach() for p in parameters])
+            result: tuple[tuple[torch.Tensor, ...], Tensors] = self._compiled_step(list(inputs), [p.detach() for p in parameters])
             return result
         with torch.enable_grad():
             outputs = self.train(inputs, parameters, seed)
-            trainable = [parameters[order.index(name)] for name in self.artifacts.trainable]
+            trainable = [parameters[place] for place in self._trainable]
             chosen = [place for place, parameter in enumerate(trainable) if parameter.requires_grad]
             found = torch.autograd.grad(outputs[0], [trainable[place] for place in chosen], allow_unused=True)
         gradients = [torch.zeros(())] * len(trainable)
@@ -60,10 +60,10 @@ class TorchEngine:
     @cached_property
     def _compiled_step(self) -> Callable[..., Any]:
         """Loss and gradients as one compiled function: nothing is saved for, or handed out by, a backward of its own."""
-        graph = self.training_graph
+        graph, places = self.training_graph, self._trainable
         assert graph is not None
 
-        def outputs_and_gradients(places: list[int], inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> Any:
+        def outputs_and_gradients(inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> Any:
             def loss_of(trainable: list[torch.Tensor]) -> Any:
                 values = list(parameters)
                 for place, value in zip(places, trainable, strict=True):
