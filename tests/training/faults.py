@@ -114,18 +114,22 @@ def full(directory: Path) -> dict[str, Any]:
         except toc.CheckpointError as error:
             message = str(error)
             break
-    relaxed = toc.CheckpointManager(directory, on_error="warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        relaxed.save(1000, model)
+    warned = told(directory, 1000, model)
     whole = [entry.step for entry in manager.list() if entry.problem is None]
     for entry in manager.list():
         entry.verify()
     leftovers = [place.name for place in directory.iterdir() if place.name.startswith(".")]
     (directory / "checkpoint_1").rename(directory / ".checkpoint_1.0123abcd.old")  # makes room
     goes_on = toc.CheckpointManager(directory).save(2000, model) is not None
-    warned = [str(item.message) for item in caught if issubclass(item.category, toc.CheckpointWarning)]
     return {"saved": saved, "message": message, "whole": whole, "leftovers": leftovers, "warned": warned, "goes on": goes_on}
+
+
+def told(directory: Path, step: int, model: nn.Module) -> list[str]:
+    """The warnings of a manager that may not stop the run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        toc.CheckpointManager(directory, on_error="warn").save(step, model)
+    return [str(item.message) for item in caught if issubclass(item.category, toc.CheckpointWarning)]
 
 
 def denied(directory: Path) -> dict[str, Any]:
@@ -141,9 +145,11 @@ def denied(directory: Path) -> dict[str, Any]:
         manager.save(2, model)
     except toc.CheckpointError as error:
         message = str(error)
+    warned = told(directory, 3, model)
     for entry in manager.list():
         entry.verify()
-    return {"message": message, "whole": [entry.step for entry in manager.list()], "files": sorted(os.listdir(directory))}
+    whole = [entry.step for entry in manager.list()]
+    return {"message": message, "whole": whole, "files": sorted(os.listdir(directory)), "warned": warned}
 
 
 def mounted(directory: Path) -> int:

@@ -50,7 +50,7 @@ def test_two_ranks_resume_to_the_bit(kind: str, tmp_path: Path) -> None:
     assert steps_in(tmp_path / "b")[-1] == 8
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+@pytest.mark.parametrize("kind", ["plain", "fsdp", "zero"])
 def test_another_number_of_ranks_goes_on_with_the_same_data(kind: str, tmp_path: Path) -> None:
     """The same samples per update (2 x 4 or 1 x 8) give the same training up to rounding, whoever draws them and holds the moments."""
     more = ("--accumulate", 2, "--kind", kind)

@@ -65,6 +65,8 @@ def test_missing_rights_are_said_and_leave_earlier_entries_whole() -> None:
         os.chmod(Path(folder) / "run", 0o777)
     assert "Permission denied" in found["message"]
     assert (found["whole"], found["files"]) == ([1], ["checkpoint_1"])
+    assert "Permission denied" in found["warned"][0]
+    assert "training goes on" in found["warned"][0]
 
 
 @pytest.mark.parametrize("steps", [300, pytest.param(5000, marks=pytest.mark.soak)])
