@@ -53,9 +53,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """A BatchNormalization of the training graph: the names of its running statistics and of the tensor it normalises."""
+    """A BatchNormalization of the training graph: the names of its result and of its running statistics."""
 
-    source: str
+    output: str
     mean: str
     variance: str
     momentum: float
@@ -165,26 +165,67 @@ def direct_gradient_names(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def batch_norms(model: onnx.ModelProto) -> list[BatchNorm]:
-    """The BatchNorms whose running statistics the training graph updates."""
+    """The BatchNorms whose running statistics the training graph updates, in its order. A layer used twice is there twice."""
     found = []
-    inputs = {value.name for value in model.graph.input}
+    roots = {value.name: value.name for value in model.graph.input}
     for node in model.graph.node:
-        training = node.op_type == "BatchNormInternal" or (node.op_type == "BatchNormalization" and attributes(node).get("training_mode"))
-        if training and node.input[3] in inputs and node.input[4] in inputs:
-            found.append(BatchNorm(node.input[0], node.input[3], node.input[4], float(attributes(node).get("momentum", 0.9))))
+        if node.op_type == "Identity" and node.input[0] in roots:  # how the second use of a layer comes by its statistics
+            roots[node.output[0]] = roots[node.input[0]]
+        if _trains_statistics(node) and node.input[3] in roots and node.input[4] in roots:
+            mean, variance = roots[node.input[3]], roots[node.input[4]]
+            found.append(BatchNorm(node.output[0], mean, variance, float(attributes(node).get("momentum", 0.9))))
     return found
 
 
-def add_shape_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]:
-    """Make the shapes of these values outputs of the graph (in place); returns the outputs' names in the same order."""
-    outputs = []
-    for name in names:
-        output = f"{name}.shape_output"
-        if output not in {value.name for value in model.graph.output}:
-            model.graph.node.append(onnx.helper.make_node("Shape", [name], [output]))
-            model.graph.output.append(onnx.helper.make_tensor_value_info(output, onnx.TensorProto.INT64, None))
-        outputs.append(output)
-    return outputs
+def _trains_statistics(node: onnx.NodeProto) -> bool:
+    return node.op_type == "BatchNormInternal" or (node.op_type == "BatchNormalization" and bool(attributes(node).get("training_mode")))
+
+
+def unbias_statistics(model: onnx.ModelProto) -> dict[str, str]:
+    """Let the graph compute BatchNorm's running variance as PyTorch keeps it (in place); ORT's CPU kernel keeps the biased one.
+
+    With the momentum m and n values per channel, `m*old + (new - m*old) * n/(n-1)`. The kernel writes over its input, so it gets a copy.
+    Returns the outputs that hold the result, by the variances' names.
+    """
+    graph = model.graph
+    types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+    norms = {norm.output: norm for norm in batch_norms(model)}
+    latest: dict[str, str] = {}
+    nodes = []
+    for node in graph.node:
+        norm = norms.get(node.output[0])
+        if norm is None or len(node.output) < 3 or not node.output[2]:
+            nodes.append(node)
+            continue
+        source, variance = node.input[0], norm.variance
+        old = latest.get(variance, variance)
+        prefix = f"{node.output[0]}.unbiased"
+        momentum, channels, one = f"{prefix}.momentum", f"{prefix}.channels", f"{prefix}.one"
+        (size,) = (dim.dim_value for value in graph.input if value.name == variance for dim in value.type.tensor_type.shape.dim)
+        kind, double = types[variance], onnx.TensorProto.DOUBLE
+        graph.initializer.extend(
+            [
+                onnx.helper.make_tensor(momentum, kind, [], [norm.momentum]),
+                onnx.helper.make_tensor(channels, double, [], [float(size)]),
+                onnx.helper.make_tensor(one, double, [], [1.0]),
+            ]
+        )
+
+        def add(kind: str, *inputs: str, prefix: str = prefix, **settings: Any) -> str:
+            output = f"{prefix}.{len(nodes)}"
+            nodes.append(onnx.helper.make_node(kind, inputs, [output], **settings))
+            return output
+
+        node.input[4] = add("Abs", old)  # a copy that no optimization removes; a variance is never negative
+        nodes.append(node)
+        count = add("Div", add("Cast", add("Size", source), to=double), channels)
+        factor = add("Cast", add("Div", count, add("Max", add("Sub", count, one), one)), to=kind)
+        kept = add("Mul", old, momentum)
+        latest[variance] = add("Add", kept, add("Mul", add("Sub", node.output[2], kept), factor))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    graph.output.extend(onnx.helper.make_tensor_value_info(output, types[name], None) for name, output in latest.items())
+    return latest
 
 
 def is_random(model: onnx.ModelProto) -> bool:

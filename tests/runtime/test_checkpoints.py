@@ -141,6 +141,28 @@ def test_batch_norm_statistics_equal_pytorch_s() -> None:
     assert model.eval()(x, y).item() == pytest.approx(F.cross_entropy(native.eval()(x), y).item(), rel=1e-4)
 
 
+class Twice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.middle, self.last = torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(torch.relu(self.middle(self.norm(x)))))
+
+
+def test_batch_norm_used_twice_keeps_pytorch_s_statistics(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    native = Twice()
+    model = toc.OrtModule(toc.export_artifacts(native, (torch.randn(8, 6),), tmp_path, dynamic_shapes={"x": {0: "batch"}}), threads=1)
+    for size in (8, 5, 2):
+        x, y = torch.randn(size, 6), torch.randint(0, 3, (size,))
+        model(x, y)
+        native(x)
+    for name, value in native.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], value, rtol=1e-6, atol=1e-6)
+    assert model.norm.num_batches_tracked == 6
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     model = toc.OrtModule(exported("mlp"), threads=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -7,9 +7,8 @@ own IOBinding with its outputs bound once. A buffer is free again when nobody ou
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import onnx
@@ -23,13 +22,12 @@ from ..graphs import (
     ACCUMULATION_OUTPUT,
     LAZY_RESET,
     TensorSpec,
-    add_shape_outputs,
-    batch_norms,
     direct_gradient_names,
     direct_gradients,
     fix_dimensions,
     model_bytes,
     refuse_crashes,
+    unbias_statistics,
 )
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
@@ -107,8 +105,13 @@ class _Gradients(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative must be refused when it is asked for
+            return once_differentiable(_Gradients.hand_out)(ctx, *gradients)
+        return _Gradients.hand_out(ctx, *gradients)
+
+    @staticmethod
+    def hand_out(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
         needed = ctx.needs_input_grad[4:]
         if grad_loss is None:
             return (None, None, None, None, *(None for _ in needed))
@@ -154,7 +157,6 @@ class _TrainingGraph(GraphSession):
         self.outputs = [spec.name for spec in artifacts.outputs]
         names = [spec.name for spec in artifacts.inputs]
         self.input_gradients = [(names.index(name), self.outputs.index(output)) for name, output in artifacts.input_gradients.items()]
-        self.statistics: list[tuple[int, float]] = []
         # What writes a gradient: an output of its own, or (in a `.ort` model, which can't be changed) its accumulation buffer.
         self.gradients: list[str] = []
         self.buffers: list[str] = []
@@ -174,10 +176,7 @@ class _TrainingGraph(GraphSession):
         self.gradients = [names[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
         changed = direct_gradients(fix_dimensions(model, options.dimensions))
         if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
-            order = list(artifacts.parameters)
-            norms = batch_norms(model)
-            self.statistics = [(order.index(norm.variance), norm.momentum) for norm in norms]
-            self.outputs += add_shape_outputs(changed, [norm.source for norm in norms])
+            self.written = unbias_statistics(changed)
         return changed
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
@@ -186,29 +185,9 @@ class _TrainingGraph(GraphSession):
 
     def execute(self, binding: Binding, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         binding.bind(inputs, parameters)
-        before = [parameters[index].clone() for index, _ in self.statistics]
         if seed is not None:
             set_seed(seed)
-        outputs = binding.run()
-        if self.statistics:
-            count = len(self.statistics)
-            self._unbias(parameters, before, outputs[-count:])
-            outputs = outputs[:-count]
-        return tuple(outputs)
-
-    def _unbias(self, parameters: Tensors, before: list[torch.Tensor], shapes: Sequence[torch.Tensor]) -> None:
-        """PyTorch keeps the unbiased variance in its running statistics, ORT's CPU kernel the biased one."""
-        changed, kept, factors = [], [], []
-        for (index, momentum), old, shape in zip(self.statistics, before, shapes, strict=True):
-            batch, _, *space = shape.tolist()
-            count = batch * math.prod(space)
-            if count > 1:
-                changed.append(parameters[index])
-                kept.append(old.mul_(momentum))
-                factors.append(count / (count - 1))
-        torch._foreach_sub_(changed, kept)
-        torch._foreach_mul_(changed, factors)
-        torch._foreach_add_(changed, kept)
+        return tuple(binding.run())
 
     def _new_buffer(self) -> GradientBuffer:
         buffer = GradientBuffer(self.gradient_specs, self.device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from .dlpack import as_input, from_ort, to_ort
 
 class GraphSession:
     """One InferenceSession and which of its inputs are the user's, which parameters, and which half-precision aliases of parameters."""
+
+    written: Mapping[str, str] = MappingProxyType({})
+    """Outputs of the graph that take the place of a parameter's value, by the parameters' names."""
 
     def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
         self.session = make_session(model, options)
@@ -61,7 +65,10 @@ class Binding:
             for position, (old, new) in enumerate(zip(self._pointers, pointers, strict=True)):
                 if old != new or not new:
                     index, name = self.owner.parameters[position]
-                    self.io.bind_ortvalue_input(name, to_ort(as_input(_checked(tensors[position], self.owner.specs[index]))))
+                    value = to_ort(as_input(_checked(tensors[position], self.owner.specs[index])))
+                    self.io.bind_ortvalue_input(name, value)
+                    if name in self.owner.written:
+                        self.io.bind_ortvalue_output(self.owner.written[name], value)
             self._pointers = [pointer or -1 for pointer in pointers]
         if self.owner.aliases:
             self._refresh_aliases(parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +12,7 @@ from torch import nn
 from ..artifacts import Artifacts
 from ..engines import Engine, EngineOptions, OverwritingEngine, make
 from ..errors import CheckpointError, UnsupportedError
+from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
@@ -173,7 +175,8 @@ class OrtModule(nn.Module):
 
     def _register(self, state: CheckpointState) -> None:
         """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
-        specs, statistics = self.artifacts.parameters, running_statistics(self.artifacts)
+        specs = self.artifacts.parameters
+        statistics = {name for norm in self._norms() for name in (norm.mean, norm.variance)}  # buffers in PyTorch
         self.properties = dict(state.properties)
         self.partitions = dict(state.partitions)
         self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
@@ -195,8 +198,9 @@ class OrtModule(nn.Module):
         self._places = places
         self._unfilled = set(places) if state.nominal else set()
         self._slots = [places[name] for name in specs]
-        owners = {name.rpartition(".")[0] for name in statistics}
-        self._counters = [places[name] for name in places if name.endswith("num_batches_tracked") and name.rpartition(".")[0] in owners]
+        used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
+        counters = [name for name in places if name.endswith("num_batches_tracked")]
+        self._counters = [places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
         order = {name: index for index, name in enumerate(specs)}
         self._trainable = [order[name] for name in self.artifacts.trainable]
         chosen = set(self._trainable)
@@ -245,6 +249,9 @@ class OrtModule(nn.Module):
             torch._foreach_add_(old, new)
         self._loop.gradients, self._loop.overwrite = gradients, False
 
+    def _norms(self) -> list[BatchNorm]:
+        return batch_norms(self.artifacts.training) if self.artifacts.training is not None else []
+
     def _count_batches(self) -> None:
         """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
         if self._counters:
@@ -289,15 +296,6 @@ class _Loop:
 
 class Scope(nn.Module):
     """Holds the parameters whose names share a prefix, so that `model.fc1.weight` works."""
-
-
-def running_statistics(artifacts: Artifacts) -> set[str]:
-    """Names of BatchNorm's running mean and variance, which are buffers in PyTorch."""
-    from ..graphs import batch_norms
-
-    if artifacts.training is None:
-        return set()
-    return {name for norm in batch_norms(artifacts.training) for name in (norm.mean, norm.variance)}
 
 
 def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> dict[str, int]:
