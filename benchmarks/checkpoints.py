@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoints [--megabytes 1024] [--rounds 5] [--folder /tmp]
 
-Ratios are medians of interleaved runs; files are in the page cache and nothing is synced unless the row says so. Memory is the growth of
+Times are the least of interleaved rounds (another guest of the machine can only make a round slower); files are in the page cache and nothing is synced unless the row says so. Memory is the growth of
 the peak resident set of a fresh process, read from the kernel.
 """
 
@@ -86,17 +86,17 @@ def timing_rows(megabytes: int, rounds: int, folder: Path, optimizer: bool) -> l
         CheckpointState.save_checkpoint(loaded, str(ort_file), True)
         load["ORT load_checkpoint"] = lambda: CheckpointState.load_checkpoint(str(ort_file))
         save["ORT save_checkpoint"] = lambda: CheckpointState.save_checkpoint(loaded, str(folder / "out.ort"), True)
-    add("load", interleaved(load, rounds))
-    add("load and read every tensor", interleaved(touch, rounds))
+    add("load", interleaved(load, rounds, pick=min))
+    add("load and read every tensor", interleaved(touch, rounds, pick=min))
     clean = lambda: [place.unlink() for place in folder.glob("out*")]  # noqa: E731 - a fresh file for every save
-    add("save, no fsync", interleaved(save, rounds, clean))
+    add("save, no fsync", interleaved(save, rounds, clean, min))
     write_alone = {
         "torch_ort_ckpt": lambda: toc.convert(ours, folder / "out.safetensors", durable=False, verify=False),
         "toc.save of the same state": lambda: toc.save(state, folder / "out.safetensors", format="safetensors", durable=False),
     }
-    add("convert ort -> safetensors, not verified", interleaved(write_alone, rounds, clean))
+    add("convert ort -> safetensors, not verified", interleaved(write_alone, rounds, clean, min))
     verified = {**write_alone, "torch_ort_ckpt": lambda: toc.convert(ours, folder / "out.safetensors", durable=False)}
-    add("convert ort -> safetensors, read back and compared", interleaved(verified, rounds, clean))
+    add("convert ort -> safetensors, read back and compared", interleaved(verified, rounds, clean, min))
     for place in folder.iterdir():
         place.unlink()
     return rows

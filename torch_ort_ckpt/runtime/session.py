@@ -25,7 +25,7 @@ class TrainingSession:
     """One training run: the module, its optimizer (where the artifacts have one) and a scheduler, by ORT's names.
 
     State tensors are the weights `<w>`, their half-precision aliases `<w>_fp16` / `<w>_bf16`, and `Moment_1_<w>`, `Moment_2_<w>` and
-    `Update_Count_<w>`. They are the live tensors, not copies.
+    `Update_Count_<w>` (the number of the next update, from 1). They are the live tensors, the counts excepted.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class TrainingSession:
             state = self.optimizer.state[parameter]
             keys = MOMENTS[self.optimizer.spec.kind]
             found[name] = {f"Moment_{number}": state[key] for number, key in enumerate(keys, 1)}
-            found[name]["Update_Count"] = state["step"].to(torch.int64).reshape(1)
+            found[name]["Update_Count"] = state["step"].to(torch.int64).reshape(1) + 1  # as ORT counts: the number of the next
         return found
 
     def _set_moment(self, name: str, value: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ class TrainingSession:
             key = MOMENTS[self._optimizer().spec.kind][int(match[1]) - 1]
             self._optimizer().state[parameters[match[2]]][key].copy_(value)
         else:
-            self._optimizer().state[parameters[name.removeprefix(_COUNT)]]["step"].fill_(float(value.item()))
+            self._optimizer().state[parameters[name.removeprefix(_COUNT)]]["step"].fill_(float(value.item()) - 1)
 
     def _original(self, name: str) -> str:
         base = _VIEW.sub("", name)
