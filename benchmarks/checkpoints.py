@@ -2,8 +2,8 @@
 
     python -m benchmarks.checkpoints [--megabytes 1024] [--rounds 5] [--folder /tmp]
 
-Times are the least of interleaved rounds (another guest of the machine can only make a round slower); files are in the page cache and nothing is synced unless the row says so. Memory is the growth of
-the peak resident set of a fresh process, read from the kernel.
+Times are the least of interleaved rounds (another guest of the machine can only make a round slower); files are in the page cache and
+nothing is synced. Memory is the growth of the peak resident set of a fresh process, read from the kernel.
 """
 
 from __future__ import annotations
