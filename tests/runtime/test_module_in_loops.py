@@ -10,33 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_ort_ckpt as toc
-from tests.models import batch, exported, module
+from tests.models import batch, module
 from tests.official import assert_same
+from tests.runtime.gradients import of_batch
 
 pytestmark = pytest.mark.ort
-
-
-@pytest.fixture
-def model() -> toc.OrtModule:
-    return toc.OrtModule(exported("mlp"), threads=1)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def of_batch(seed: int) -> dict[str, torch.Tensor]:
-    """The gradients of one batch alone."""
-    model = toc.OrtModule(exported("mlp"), threads=1)
-    model(*batch("mlp", seed=seed)).backward()
-    return gradients(model)
-
-
-def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_same(found[name], value)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
