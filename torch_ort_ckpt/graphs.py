@@ -257,15 +257,17 @@ def refuse_crashes(model: onnx.ModelProto, fixed: Iterable[str], path: str | os.
     gradients = gradient_names(model)
     free = any(isinstance(size, str) and size not in fixed for spec in inputs.values() for size in (spec.shape or ()))
     for node in all_nodes(model.graph):
-        if node.op_type == "AveragePoolGrad" or (node.op_type == "AveragePool" and gradients):
+        if node.op_type == "AveragePoolGrad" or (node.op_type in ("AveragePool", "MaxPool") and gradients):
             source = shapes.get(node.input[0])
             shape = source.shape if source is not None else None
-            dynamic = shape is None or any(isinstance(size, str) and size not in fixed for size in shape)
+            maximum = node.op_type == "MaxPool"  # its gradient bears a dynamic batch
+            dynamic = shape is None or any(isinstance(size, str) and size not in fixed for size in shape[2 if maximum else 0 :])
             if dynamic and free:
+                how = "segmentation fault) when height or width are" if maximum else "division by zero, SIGFPE) when the batch is"
                 raise UnsupportedError(
-                    "its gradient divides by zero in ONNX Runtime (SIGFPE) when the batch is dynamic",
+                    f"its gradient crashes ONNX Runtime ({how} dynamic",
                     path=path,
-                    field=f"AveragePool {node.name}",
+                    field=f"{node.op_type} {node.name}",
                     remedy='Fix every symbolic dimension: OrtModule(..., dimensions={"batch": 8}); or use engine="torch".',
                 )
         if node.op_type in RECURRENT_OPS and gradients:
