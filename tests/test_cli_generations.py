@@ -95,7 +95,14 @@ def test_merge_takes_files_in_any_order_a_folder_or_a_glob(tmp_path: Path, capsy
     code, _, err = run(capsys, "merge", *files[1:], tmp_path / "x")
     assert code == 2
     assert "rank 0 of 4 is missing" in " ".join(err.split())
+    code, _, err = run(capsys, "upgrade", files[0], tmp_path / "piece")
+    assert code == 0
+    assert "one rank of a partitioned set" in " ".join(err.split())
+    code, _, err = run(capsys, "merge", files[0], tmp_path / "x")
+    assert code == 2
+    assert "of 4 is missing" in " ".join(err.split())
     assert run(capsys, "merge", tmp_path / "x")[0] == 2
+    assert toc.merge(SET.folder) == toc.merge(f"{SET.folder}/*.ortcp") == whole
 
 
 def test_split_and_merge_undo_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

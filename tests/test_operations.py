@@ -124,6 +124,11 @@ class TestDiff:
         assert [item.name for item in report] == ["trainable/w"]
 
 
+def test_only_a_state_can_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(toc.CheckpointError, match=r"expected a CheckpointState, not dict.*from_torch"):
+        toc.save({}, tmp_path / "x")  # type: ignore[arg-type]
+
+
 class TestConvert:
     def test_round_the_houses(self, tmp_path: Path) -> None:
         source = Truth("fbv1_ort1_16_3_adamw_full").checkpoint

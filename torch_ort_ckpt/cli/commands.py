@@ -16,10 +16,11 @@ from ..averaging import average
 from ..comparison import diff
 from ..conversion import convert
 from ..dtypes import TORCH_FROM_ONNX, short_name
-from ..errors import CheckpointError
-from ..formats import FORMATS, detect, format_for, save
+from ..errors import CheckpointError, MissingFileError
+from ..formats import FORMATS, detect, format_for, load, save
 from ..integrity import verify
 from ..state import format_bytes
+from ..storage import warn
 from ..summary import Summary, TensorSummary, summarize
 from . import completion, machine, pages, ranks, training
 from .output import console, print_json, print_line, progress_bar, table
@@ -165,6 +166,8 @@ def run_upgrade(options: argparse.Namespace) -> int:
     options.destination = options.destination or options.source
     # Aliases follow from their masters, and ORT's Python loader refuses half precision: only a file of its own generation keeps them.
     aliases = detect(options.source) == "ort"
+    if load(options.source).partitions:
+        warn(f"{options.source} is one rank of a partitioned set and holds its share only: merge the set for a whole checkpoint")
     return _convert(options, to="ort", include_mixed_precision=aliases, **writing_options(options, "ort"))
 
 
@@ -231,6 +234,7 @@ def _add_verify(subparsers: Any) -> None:
 def run_verify(options: argparse.Namespace) -> int:
     results = []
     for path in options.paths:
+        _must_exist(path)
         with progress_bar("verifying", size_of(path)) as advance:
             results.append(verify(path, repair=options.repair, progress=advance))
     if options.json:
@@ -241,8 +245,18 @@ def run_verify(options: argparse.Namespace) -> int:
             if result:
                 print_line(f"{escaped(result.path)}: ok ({result.format}, {result.tensors} tensors{repaired})")
             for problem in result.problems:
-                print_line(f"[red]{escaped(result.path)}[/]: {escaped(problem)}")
+                print_line(f"[red]{escaped(result.path)}[/]: {escaped(problem.removeprefix(f'{result.path}: '))}")
     return 0 if all(results) else 1
+
+
+def _must_exist(path: str) -> None:
+    """A file that is not there is a mistake in the command; one that can't be read is an answer."""
+    try:
+        detect(path)
+    except MissingFileError:
+        raise
+    except CheckpointError:
+        pass
 
 
 def _add_average(subparsers: Any) -> None:

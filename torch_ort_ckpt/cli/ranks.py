@@ -32,7 +32,7 @@ def run_merge(options: argparse.Namespace) -> int:
         raise CheckpointError("merge needs ranks and a destination", remedy="torch-ort-ckpt merge RANKS... DST")
     target = options.to or format_for(destination)
     more = writing_options(options, target)
-    state = load(ranks[0]) if len(ranks) == 1 and not options.stages else merge(ranks, stages=options.stages)
+    state = merge(ranks if len(ranks) > 1 else ranks[0], stages=options.stages)
     with progress_bar("writing", sum(map(size_of, ranks))) as advance:
         save(
             state,
@@ -53,7 +53,7 @@ def add_split(subparsers: Any) -> None:
         subparsers, "split", run_split, "Cut a checkpoint into the ranks of a distributed run, one file (or folder) each, in DST."
     )
     parser.add_argument("source", metavar="SRC", help="a checkpoint, or a rank set to be cut otherwise")
-    parser.add_argument("destination", metavar="DST", help="folder for rank_0, rank_1, ...")
+    parser.add_argument("destination", metavar="DST", help="folder for the rank files: rank_0, rank_1, ... with the format's suffix")
     parser.add_argument(
         "--plan",
         required=True,

@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import datetime
 import importlib
+import inspect
 import json
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ def run_checkpoints(options: argparse.Namespace) -> int:
     from ..training.directory import list_entries
 
     if not Path(options.directory).is_dir():
-        raise MissingFileError("no such folder", path=options.directory)
+        raise MissingFileError("no such folder", path=options.directory, remedy="Give the folder that a CheckpointManager saves to.")
     found = list_entries(Path(options.directory))
     problems = [entry.problem for entry in found]
     if options.verify:
@@ -98,6 +100,9 @@ def run_checkpoints(options: argparse.Namespace) -> int:
             ]
             for entry, problem in zip(found, problems, strict=True)
         ]
+        if not found:
+            print_line("no checkpoints here")
+            return 0
         console().print(table(None, columns, lines, right=["step", *names, "size", "ranks"]))
     return 1 if any(problems) else 0
 
@@ -119,20 +124,27 @@ def train(content: Mapping[str, Any], folder: Path, steps: int | None = None) ->
     settings = _absolute(content["runner"], folder)
     config = RunnerConfig.from_dict({**settings, "num_train_steps": steps} if steps is not None else settings)
     distributed.start()
-    if config.checkpoints_dir is not None and distributed.rank() == 0:
-        Path(config.checkpoints_dir).mkdir(parents=True, exist_ok=True)
-        write_json(Path(config.checkpoints_dir) / SAVED, {"config": dict(content), "folder": str(folder)}, durable=True)
     loaders = _data(content["data"], content.get("data_arguments") or {}, folder)
     try:
         model = OrtModule(folder / content["artifacts"], **(content.get("model") or {}))
         optimizer = OrtOptimizer(model, **(content.get("optimizer") or {}))
     except TypeError as error:
-        raise CheckpointError(f"unusable settings ({error})", field="model, optimizer") from error
+        raise CheckpointError(
+            f"unusable settings ({error})",
+            field="model, optimizer",
+            remedy="They are the arguments of toc.OrtModule and toc.OrtOptimizer.",
+        ) from error
+    if config.checkpoints_dir is not None and distributed.rank() == 0:
+        Path(config.checkpoints_dir).mkdir(parents=True, exist_ok=True)
+        write_json(Path(config.checkpoints_dir) / SAVED, {"config": dict(content), "folder": str(folder)}, durable=True)
     result = TrainingRunner(model, optimizer, config).run(*loaders)
     if distributed.rank() == 0:
         resumed = f", resumed from step {result.resumed_from}" if result.resumed_from is not None else ""
         metrics = "".join(f", {escape(name)} {value:.5g}" for name, value in result.metrics.items())
-        print_line(f"step {result.step}, {result.weight_updates} updates, loss {result.loss:.5g}{metrics}{resumed}")
+        if result.resumed_from == result.step:
+            print_line(f"step {result.step}, {result.weight_updates} updates: nothing left to do. --steps N trains further.")
+        else:
+            print_line(f"step {result.step}, {result.weight_updates} updates, loss {result.loss:.5g}{metrics}{resumed}")
     distributed.stop()
     return 143 if result.preempted else 0
 
@@ -145,7 +157,11 @@ def read_config(path: PathLike) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise MissingFileError("no such file", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"can't be read ({error})", path=path) from error
+        raise CheckpointError(
+            f"can't be read ({error})",
+            path=path,
+            remedy="`torch-ort-ckpt resume` takes a run's folder, `train` a YAML or JSON file." if place.is_dir() else "Give YAML or JSON.",
+        ) from error
     try:
         content = json.loads(text) if place.suffix == ".json" else _yaml(text)
     except ValueError as error:
@@ -183,8 +199,24 @@ def _data(name: str, arguments: Mapping[str, Any], folder: Path) -> tuple[Any, .
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        make = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
         raise CheckpointError(f"can't be imported ({error})", field="data", remedy=f"Put {module}.py beside the file.") from error
-    found = make(**arguments)
+    if not callable(make):
+        raise CheckpointError(f"{module} has no function {function}", field="data", remedy=f"Define it in {module}, or name another.")
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{name} does not take them ({error})", field="data_arguments", remedy=f"It takes {inspect.signature(make)}."
+        ) from error
+    try:
+        found = make(**arguments)
+    except Exception as error:  # the user's code: say where in it
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise CheckpointError(
+            f"{name} failed ({type(error).__name__}: {error})",
+            field="data",
+            remedy=f"It was raised in {place.filename}, line {place.lineno}.",
+        ) from error
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)

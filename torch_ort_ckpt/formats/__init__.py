@@ -59,7 +59,9 @@ def detect(path: PathLike) -> str:
     if len(kinds) == 1:
         return kinds.pop()
     raise CheckpointError(
-        "not a checkpoint in any known format", path=path, remedy=f"If you know better, pass format= one of {', '.join(FORMATS)}."
+        "an empty file, not a checkpoint" if stat.S_ISREG(mode) and not place.stat().st_size else "not a checkpoint in any known format",
+        path=path,
+        remedy=f"If you know better, say so (format=; --from, --format on the command line): one of {', '.join(FORMATS)}.",
     )
 
 
@@ -85,7 +87,7 @@ def load(
 
 
 def merge(
-    states_or_paths: Sequence[CheckpointState | PathLike],
+    states_or_paths: Sequence[CheckpointState | PathLike] | PathLike,
     *,
     stages: bool = False,
     format: str | None = None,
@@ -94,8 +96,13 @@ def merge(
 ) -> CheckpointState:
     """One state from all ranks of a partitioned set (ZeRO, Megatron, pipeline stages), in any order, with the memory of one rank besides.
 
-    Ranks know their place. `stages=True` is for pipeline stages that do not: they are taken in the order given.
+    Ranks know their place. `stages=True` is for pipeline stages that do not: they are taken in the order given. A single path is a folder
+    or a glob of all of them.
     """
+    if isinstance(states_or_paths, (str, os.PathLike)):
+        if os.path.isdir(states_or_paths) or not os.path.exists(states_or_paths):
+            return load(states_or_paths, format, mmap, **options)
+        states_or_paths = [states_or_paths]
 
     def source(item: CheckpointState | PathLike) -> Callable[[], CheckpointState]:
         if isinstance(item, CheckpointState):
@@ -124,6 +131,12 @@ def save(
     Half-precision aliases are left out unless `include_mixed_precision`; one that disagrees with its master is written as the master
     rounds (with a warning), or refused with `strict=True`. Other options belong to the format.
     """
+    if not isinstance(state, CheckpointState):
+        raise CheckpointError(
+            f"expected a CheckpointState, not {type(state).__name__}",
+            path=path,
+            remedy="Make one: toc.from_torch(model, optimizer), model.checkpoint(optimizer), or CheckpointState(trainable={...}).",
+        )
     writer = getattr(module(format), "write", None)
     if writer is None:
         raise UnsupportedError(

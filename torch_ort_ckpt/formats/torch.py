@@ -7,7 +7,9 @@ Recognised: bare state dicts (`.pt`, `.bin`), `{"model": ..., "optimizer": ...}`
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -20,7 +22,7 @@ from ..bridge import TO_ORT_MOMENTS, group_from_torch
 from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
 from ..names import plain_name, split_aliases
 from ..state import CheckpointState
-from ..storage import PathLike, Progress, atomic_write, warn
+from ..storage import PathLike, Progress, atomic_write, open_file, warn
 from .notes import describe, rebuild
 from .torch_archive import can_be_mapped
 
@@ -84,8 +86,12 @@ def _load(path: Path, mmap: bool) -> Any:
             warnings.simplefilter("ignore")  # torch's own about legacy storages
             return torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped(path) and mmap)
     except pickle.UnpicklingError as error:
+        with open_file(os.fspath(path)) as file:
+            if file.read(1) not in (b"P", b"\x80"):  # an archive, a pickle
+                raise CorruptFileError("not a file of torch.save", path=path) from error
+        what = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
         raise UnsupportedError(
-            f"holds Python objects that only unsafe unpickling could read ({str(error).splitlines()[0][:200]})",
+            "holds Python objects that only unsafe unpickling could read" + (f" ({what[1]})" if what else ""),
             path=path,
             remedy="Save tensors and plain numbers only; this library never unpickles objects.",
         ) from error
