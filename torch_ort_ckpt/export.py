@@ -158,7 +158,7 @@ def _export(
             continue
         twin = copy.deepcopy(module).cpu().train()  # exporting in training mode runs the module, which would shift BatchNorm's statistics
         try:
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _quiet_registration():
                 warnings.simplefilter("ignore")
                 model = maker(twin, inputs, dynamic, opset)
             rename_initializers(model, _tied_names(module))
@@ -178,6 +178,18 @@ def _export(
 
 _EXPORT_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError, CheckpointError)
 """What exporters are seen to raise; every failure is reported when none succeeds."""
+
+
+@contextlib.contextmanager
+def _quiet_registration() -> Iterator[None]:
+    """PyTorch's exporter names every operator of torchvision that it can do without."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _export_current(

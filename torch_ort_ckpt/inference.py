@@ -61,7 +61,7 @@ def inference_model(graph_model: onnx.ModelProto, artifacts: Artifacts, outputs:
             f"the eval graph computes no {unknown[0]!r}",
             path=artifacts.eval_path,
             field=unknown[0],
-            remedy=f"It has, among others: {', '.join([*declared, *list(producers)[-5:]])}.",
+            remedy=f"It has, among others: {', '.join(dict.fromkeys([*declared, *list(producers)[-5:]]))}.",
         )
     needed, waiting, kept = set(wanted), list(wanted), set()
     while waiting:

@@ -17,7 +17,7 @@ from ..comparison import diff
 from ..conversion import convert
 from ..dtypes import TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, MissingFileError
-from ..formats import FORMATS, detect, format_for, load, save
+from ..formats import FORMATS, WRITABLE, detect, format_for, load, save
 from ..integrity import verify
 from ..state import format_bytes
 from ..storage import warn
@@ -122,7 +122,7 @@ def _add_convert(subparsers: Any) -> None:
     parser = command(subparsers, "convert", run_convert, "Convert a checkpoint to another format, and verify it by reading it back.")
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("destination", metavar="DST", help="its suffix chooses the format: .safetensors, .pt, .bin, .ckpt, none for ort")
-    parser.add_argument("--to", choices=FORMATS, help="format of DST, where the name does not say")
+    parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
     parser.add_argument("--from", dest="from_format", choices=FORMATS, help="format of SRC, instead of detecting it")
     parser.add_argument(
         "--dtype", choices=sorted(_DTYPES), metavar="DTYPE", help=f"convert floating-point weights: {', '.join(sorted(_DTYPES))}"
@@ -266,7 +266,7 @@ def _add_average(subparsers: Any) -> None:
     parser.add_argument(
         "--weights", type=_parse_weights, metavar="W,W,...", help="e.g. the number of samples behind each; default: all equal"
     )
-    parser.add_argument("--to", choices=FORMATS, help="format of DST, where the name does not say")
+    parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
     add_writing(parser)
 
 

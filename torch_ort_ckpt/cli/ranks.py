@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..formats import FORMATS, detect, format_for, load, merge, module, save
+from ..formats import WRITABLE, detect, format_for, load, merge, module, save
 from ..partition import PartitionPlan, split
 from ..state import CheckpointState
 from ..storage import PathLike
@@ -20,7 +20,7 @@ from .writing import add_writing, command, contents, escaped, size_of, writing_o
 def add_merge(subparsers: Any) -> None:
     parser = command(subparsers, "merge", run_merge, "Merge the ranks of a distributed run (ZeRO, Megatron, pipeline) into one checkpoint.")
     parser.add_argument("paths", nargs="+", metavar="RANKS... DST", help="rank files in any order, a folder of them, or a glob; then DST")
-    parser.add_argument("--to", choices=FORMATS, help="format of DST, where the name does not say")
+    parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
     parser.add_argument("--stages", action="store_true", help="RANKS are pipeline stages in order, which do not say their place themselves")
     parser.add_argument("--mixed-precision", action="store_true", help="write the half-precision aliases too")
     add_writing(parser)
@@ -60,7 +60,7 @@ def add_split(subparsers: Any) -> None:
         metavar="JSON",
         help='a file, or the text itself: {"data_parallel_size": 2, "horizontal_parallel_size": 2, "columns": [...], "rows": [...]}',
     )
-    parser.add_argument("--to", choices=FORMATS, help="format of the ranks (default: that of SRC, or ort where it can't be written)")
+    parser.add_argument("--to", choices=WRITABLE, help="format of the ranks (default: that of SRC, or ort where it can't be written)")
     add_writing(parser)
 
 

@@ -36,6 +36,9 @@ from ..storage import PathLike, Progress, warn
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
 
+WRITABLE: tuple[str, ...] = tuple(name for name in FORMATS if name != "ortpt")
+"""Those that can be written as well."""
+
 _FOLDERS = ("pbseq", "runner", "dcp")
 """Formats whose checkpoints are folders, always."""
 
