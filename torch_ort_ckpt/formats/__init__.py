@@ -62,7 +62,9 @@ def detect(path: PathLike) -> str:
     if len(kinds) == 1:
         return kinds.pop()
     raise CheckpointError(
-        "an empty file, not a checkpoint" if stat.S_ISREG(mode) and not place.stat().st_size else "not a checkpoint in any known format",
+        "an empty file, not a checkpoint in any known format"
+        if stat.S_ISREG(mode) and not place.stat().st_size
+        else "not a checkpoint in any known format",
         path=path,
         remedy=f"If you know better, say so (format=; --from, --format on the command line): one of {', '.join(FORMATS)}.",
     )
