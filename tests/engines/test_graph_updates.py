@@ -78,6 +78,20 @@ def test_a_subset_of_the_parameters_and_all_again() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
+def test_memory_of_a_gradient_may_be_another_s_in_the_next_step(which: int) -> None:
+    """The same two addresses, once the gradients of 15 and 7 elements, then those of 7 and 33."""
+    run, fresh = runs()[which], runs()[1]
+    left, right, memory = tensors(4), tensors(4), torch.randn(128)
+    for step, (chosen, sizes) in enumerate([((0, 1), (15, 7)), ((1, 5), (7, 33))], 1):
+        for one, values in ((run, left), (fresh, right)):
+            picked = {name: [values[name][index] for index in chosen] for name in ("parameters", "first", "second")}
+            pieces = [memory[start : start + size].view(SHAPES[index]) for start, size, index in zip((0, 64), sizes, chosen, strict=True)]
+            picked["gradients"] = pieces if one is run else [piece.clone() for piece in pieces]
+            one.apply(update(picked, step))
+    assert same(left, right)
+
+
+@pytest.mark.parametrize("which", [0, 1])
 def test_what_the_graph_can_not_take_is_refused_also_after_it_was_bound(which: int) -> None:
     run = runs()[which]
     values = tensors(3)

@@ -17,9 +17,9 @@ from ..comparison import diff
 from ..conversion import convert
 from ..dtypes import TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, MissingFileError
-from ..formats import FORMATS, WRITABLE, detect, format_for, load, save
+from ..formats import FORMATS, WRITABLE, detect, format_for, save
 from ..integrity import verify
-from ..state import format_bytes
+from ..state import CheckpointState, format_bytes
 from ..storage import warn
 from ..summary import Summary, TensorSummary, summarize
 from . import completion, machine, pages, ranks, training
@@ -139,7 +139,7 @@ def _add_convert(subparsers: Any) -> None:
 
 def run_convert(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.destination)
-    return _convert(
+    _convert(
         options,
         to=target,
         from_format=options.from_format,
@@ -151,6 +151,7 @@ def run_convert(options: argparse.Namespace) -> int:
         verify=not options.no_verify,
         **writing_options(options, target),
     )
+    return 0
 
 
 def _add_upgrade(subparsers: Any) -> None:
@@ -166,18 +167,19 @@ def run_upgrade(options: argparse.Namespace) -> int:
     options.destination = options.destination or options.source
     # Aliases follow from their masters, and ORT's Python loader refuses half precision: only a file of its own generation keeps them.
     aliases = detect(options.source) == "ort"
-    if load(options.source).partitions:
+    state = _convert(options, to="ort", include_mixed_precision=aliases, **writing_options(options, "ort"))
+    if state.partitions:
         warn(f"{options.source} is one rank of a partitioned set and holds its share only: merge the set for a whole checkpoint")
-    return _convert(options, to="ort", include_mixed_precision=aliases, **writing_options(options, "ort"))
+    return 0
 
 
-def _convert(options: argparse.Namespace, **more: Any) -> int:
+def _convert(options: argparse.Namespace, **more: Any) -> CheckpointState:
     with progress_bar("writing", size_of(options.source)) as advance:
         state = convert(
             options.source, options.destination, overwrite=options.overwrite, durable=not options.no_fsync, progress=advance, **more
         )
     print_line(f"{escaped(options.destination)}: {more['to']}, {contents(state)}")
-    return 0
+    return state
 
 
 # diff, verify, average

@@ -7,6 +7,7 @@ lists of numpy arrays on the same memory go through `InferenceSession.run`, whic
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,12 +76,31 @@ class _Run(Protocol):
     def apply(self, update: Update) -> bool: ...
 
 
-class SequenceRun:
-    """Sequences on the tensors' memory, bound until a tensor has moved.
+class _Kept:
+    """What was made of the tensors of each role, for the few places they come from.
 
-    Neither sequences nor arrays refer to the tensors (a held gradient could not be reused): they are only ever used for live tensors at
-    the addresses they were made for.
+    It does not refer to the tensors (a held gradient could not be reused), so it is only ever used for live tensors at the addresses it
+    was made for. The parameters belong to the key: only with them do addresses tell the sizes, as memory of a gradient may be another's
+    in the next step.
     """
+
+    def __init__(self, make: Callable[[Tensors], Any]) -> None:
+        self._make = make
+        self._known: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Any]] = {}
+
+    def of(self, role: str, owners: list[int], addresses: list[int], tensors: Tensors) -> Any:
+        known, key = self._known.setdefault(role, {}), (tuple(owners), tuple(addresses))
+        if key not in known:
+            for tensor in tensors:
+                _check(tensor)
+            if len(known) >= _KEPT:
+                known.clear()
+            known[key] = self._make(tensors)
+        return known[key]
+
+
+class SequenceRun:
+    """Sequences on the tensors' memory, bound until a tensor has moved."""
 
     def __init__(self, session: Any) -> None:
         from onnxruntime.capi import _pybind_state as ort
@@ -95,29 +115,24 @@ class SequenceRun:
             if name in names:
                 self._io.bind_ortvalue_input(name, to_ort(scalar))
         self._roles = [role for role in _ROLES if role in names]
-        self._bound: dict[str, Any] = {}
-        self._known: dict[str, dict[tuple[int, ...], Any]] = {role: {} for role in self._roles}
+        self._bound: dict[str, list[int]] = {}
+        self._owners: list[int] = []
+        self._kept = _Kept(make_sequence)
 
     def apply(self, update: Update) -> bool:
         self._lr[0], self._step[0] = update.lr, update.step
+        owners = _addresses(update.parameters)
+        if owners != self._owners:
+            self._bound.clear()
+            self._owners = owners
         for role in self._roles:
             tensors = _ROLES[role](update)
-            addresses = _addresses(tensors)
+            addresses = owners if tensors is update.parameters else _addresses(tensors)
             if addresses != self._bound.get(role):
-                self._io.bind_ortvalue_input(role, self._sequence(role, addresses, tensors))
+                self._io.bind_ortvalue_input(role, self._kept.of(role, owners, addresses, tensors))
                 self._bound[role] = addresses
         self._session.run_with_iobinding(self._io, None)
         return bool(self._flag[0])
-
-    def _sequence(self, role: str, addresses: list[int], tensors: Tensors) -> Any:
-        known, key = self._known[role], tuple(addresses)
-        if key not in known:
-            for tensor in tensors:
-                _check(tensor)
-            if len(known) >= _KEPT:
-                known.clear()
-            known[key] = make_sequence(tensors)
-        return known[key]
 
 
 class ListRun:
@@ -129,23 +144,17 @@ class ListRun:
         self._scalars = [name for name in ("learning_rate", "step") if name in names]
         self._roles = [role for role in _ROLES if role in names]
         self._outputs = [session.get_outputs()[0].name]
-        self._known: dict[str, dict[tuple[int, ...], list[Any]]] = {role: {} for role in self._roles}
+        self._kept = _Kept(lambda tensors: [_array(tensor) for tensor in tensors])
 
     def apply(self, update: Update) -> bool:
         scalars = {"learning_rate": np.array([update.lr], np.float32), "step": np.array([update.step], np.int64)}
         feeds: dict[str, Any] = {name: scalars[name] for name in self._scalars}
+        owners = _addresses(update.parameters)
         for role in self._roles:
-            feeds[role] = self._arrays(role, _ROLES[role](update))
+            tensors = _ROLES[role](update)
+            feeds[role] = self._kept.of(role, owners, _addresses(tensors), tensors)
         (updated, *_) = self._session.run(self._outputs, feeds, None)
         return bool(np.asarray(updated).reshape(-1)[0])
-
-    def _arrays(self, role: str, tensors: Tensors) -> list[Any]:
-        known, key = self._known[role], tuple(_addresses(tensors))
-        if key not in known:
-            if len(known) >= _KEPT:
-                known.clear()
-            known[key] = [_array(tensor) for tensor in tensors]
-        return known[key]
 
 
 _ROLES: dict[str, Any] = {
@@ -206,7 +215,6 @@ def _check(tensor: torch.Tensor) -> None:
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    _check(tensor)
     if tensor.numel() == 0:
         return np.empty(tuple(tensor.shape), np.float32)
     memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
