@@ -261,7 +261,7 @@ def test_an_optimizer_can_be_copied_with_its_model() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_hooks_for_all_optimizers_and_a_profiler_see_the_step(fused: bool) -> None:
+def test_hooks_for_all_optimizers_and_a_profiler_see_the_step_and_the_reset(fused: bool) -> None:
     model = toc.OrtModule(toc.Artifacts.load(ADAMW))
     optimizer = toc.OrtOptimizer(model, fused=fused)
     calls: list[str] = []
@@ -276,7 +276,23 @@ def test_hooks_for_all_optimizers_and_a_profiler_see_the_step(fused: bool) -> No
     assert calls == ["before", "after"]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(model, optimizer, [batch])
-    assert "Optimizer.step#OrtOptimizer.step" in {event.name for event in profile.events()}
+    assert {event.name for event in profile.events()} >= {
+        "Optimizer.step#OrtOptimizer.step",
+        "Optimizer.zero_grad#OrtOptimizer.zero_grad",
+    }
+
+
+def test_zero_grad_forgets_the_gradients_or_zeroes_them() -> None:
+    model = toc.OrtModule(toc.Artifacts.load(ADAMW))
+    optimizer = toc.OrtOptimizer(model)
+    (batch,) = batches(model.artifacts, 1)
+    model(*batch).backward()
+    gradients = [parameter.grad for parameter in model.named_trainable().values()]
+    optimizer.zero_grad(set_to_none=False)
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.named_trainable().values(), gradients, strict=True))
+    assert not any(gradient.any() for gradient in gradients if gradient is not None)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.named_trainable().values())
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -21,12 +21,13 @@ POOL_SIZE = 4
 """Buffers kept for reuse; more forwards than that before a backward get buffers of their own."""
 
 _ALIGNMENT = 64
+_MANY = 8
 
 
 class GradientBuffer:
     """One flat tensor per element type, where each gradient lies in it, and the IOBinding that writes there.
 
-    Gradients of one shape lie side by side, so that one `unbind` makes the views of all of them: half the time of a view each.
+    Gradients of one shape lie side by side, so that one `unbind` makes the views of all of them: faster than a view each if they are many.
     """
 
     def __init__(self, gradients: Sequence[tuple[torch.dtype, Shape]], device: torch.device) -> None:
@@ -36,16 +37,20 @@ class GradientBuffer:
         for index, key in enumerate(gradients):
             members.setdefault(key, []).append(index)
         sizes = dict.fromkeys(kinds, 0)
-        self._groups: list[tuple[int, Shape, Shape, int]] = []  # flat tensor, shape and strides of the group, where it starts
-        self._order = [index for indices in members.values() for index in indices]
+        # Where in which flat tensor: of a gradient of its own, and of many of one shape together.
+        self._single: list[tuple[int, int, Shape, Shape, int]] = []
+        self._together: list[tuple[list[int], int, Shape, Shape, int]] = []
         for (dtype, shape), indices in members.items():
             strides, count = _strides(shape)
             step = _ALIGNMENT // dtype.itemsize
-            each = -(-count // step) * step
-            self._groups.append((kinds.index(dtype), (len(indices), *shape), (each, *strides), sizes[dtype]))
+            each, kind, start = -(-count // step) * step, kinds.index(dtype), sizes[dtype]
+            if len(indices) < _MANY:
+                self._single += [(index, kind, shape, strides, start + number * each) for number, index in enumerate(indices)]
+            else:
+                self._together.append((indices, kind, (len(indices), *shape), (each, *strides), start))
             sizes[dtype] += each * len(indices)
         self._flats = [torch.zeros(sizes[kind], dtype=kind, device=device) for kind in kinds]
-        self._counts = [sum(group[1][0] for group in self._groups if group[0] == kind) for kind in range(len(kinds))]
+        self._counts = [sum(dtype is kind for dtype, _ in gradients) for kind in kinds]
         self._steady: list[torch.Tensor] | None = None
         self._steady_counts: list[tuple[int, int]] = []
         self._baseline: list[int] = []
@@ -55,16 +60,12 @@ class GradientBuffer:
 
     def views(self, flats: Sequence[torch.Tensor]) -> list[Any]:
         """The gradients in `flats`, which have this buffer's layout, in the order of the parameters."""
-        found: list[Any] = [None] * len(self._order)
-        position = 0
-        for kind, shape, strides, start in self._groups:
-            if shape[0] == 1:
-                found[self._order[position]] = flats[kind].as_strided(shape[1:], strides[1:], start)
-                position += 1
-                continue
-            for view in flats[kind].as_strided(shape, strides, start).unbind(0):
-                found[self._order[position]] = view
-                position += 1
+        found: list[Any] = [None] * sum(self._counts)
+        for index, kind, shape, strides, start in self._single:
+            found[index] = _view(flats[kind], shape, strides, start)
+        for indices, kind, shape, strides, start in self._together:
+            for index, view in zip(indices, flats[kind].as_strided(shape, strides, start).unbind(0), strict=True):
+                found[index] = view
         return found
 
     def steady_views(self) -> list[torch.Tensor]:
@@ -112,6 +113,12 @@ class GradientPool:
 
     def __len__(self) -> int:
         return len(self._buffers)
+
+
+# Inductor's way to make a view takes a third of the time, as it does without everything that views need for autograd.
+_view: Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_reinterpret_tensor", torch.Tensor.as_strided
+)
 
 
 def _use_count(tensor: torch.Tensor) -> int:
