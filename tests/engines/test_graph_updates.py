@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 SHAPES = [(3, 5), (7,), (), (2, 0), (1, 2, 3, 4), (33,)]
 
 
-def tensors(seed: int) -> dict[str, list[torch.Tensor]]:
+def tensors(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> dict[str, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    made = {name: [torch.randn(shape, generator=generator) for shape in SHAPES] for name in ("parameters", "gradients", "first", "second")}
+    made = {name: [torch.randn(shape, generator=generator) for shape in shapes] for name in ("parameters", "gradients", "first", "second")}
     made["second"] = [value.abs() for value in made["second"]]
     return made
 
@@ -78,6 +79,20 @@ def test_a_subset_of_the_parameters_and_all_again() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
+def test_tensors_side_by_side_are_updated_as_one_bit_for_bit(which: int) -> None:
+    from torch_ort_ckpt.engines.memory import side_by_side
+
+    run, fresh = runs()[which], runs()[1]
+    shapes = [*SHAPES, (4, 4), (32,), (10, 16), (7,)]
+    right = tensors(5, shapes)
+    left = {name: [place.copy_(value) for place, value in zip(side_by_side(shapes), values, strict=True)] for name, values in right.items()}
+    for step, chosen in enumerate([slice(None), slice(None), slice(1, 4), slice(0, 10, 2), slice(5, None), slice(None)], 1):
+        run.apply(update({name: values[chosen] for name, values in left.items()}, step))
+        fresh.apply(update({name: values[chosen] for name, values in right.items()}, step))
+        assert same(left, right)
+
+
+@pytest.mark.parametrize("which", [0, 1])
 def test_memory_of_a_gradient_may_be_another_s_in_the_next_step(which: int) -> None:
     """The same two addresses, once the gradients of 15 and 7 elements, then those of 7 and 33."""
     run, fresh = runs()[which], runs()[1]
@@ -109,7 +124,8 @@ def test_sequences_are_released() -> None:
 
     from torch_ort_ckpt.engines.sequences import make_sequence
 
-    values = [torch.zeros(4) for _ in range(100)]
+    memory = torch.zeros(4)
+    values = [(memory.data_ptr(), 4)] * 100
     process = psutil.Process()
     for _ in range(200):
         make_sequence(values)
@@ -134,6 +150,6 @@ def test_another_release_gets_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not sequences.available()
         assert isinstance(GraphUpdater(artifacts, EngineOptions())._default, ListRun)
         with pytest.raises(toc.CheckpointError, match="can't be made"):
-            sequences.make_sequence([torch.zeros(1)])
+            sequences.make_sequence([(0, 1)])
     finally:
         sequences._api.cache_clear()

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-Shape = tuple[int, ...]
+from .memory import Shape, layout
+
 Lease = list[torch.Tensor]
 """Tensors on a buffer's memory; while they live, the buffer is not free."""
 
 POOL_SIZE = 4
 """Buffers kept for reuse; more forwards than that before a backward get buffers of their own."""
 
-_ALIGNMENT = 64
 _MANY = 8
 
 
@@ -32,23 +32,21 @@ class GradientBuffer:
 
     def __init__(self, gradients: Sequence[tuple[torch.dtype, Shape]], device: torch.device) -> None:
         self.binding: Any = None
-        kinds = list(dict.fromkeys(dtype for dtype, _ in gradients))
+        starts, sizes = layout(gradients)
+        kinds = list(sizes)
         members: dict[tuple[torch.dtype, Shape], list[int]] = {}
         for index, key in enumerate(gradients):
             members.setdefault(key, []).append(index)
-        sizes = dict.fromkeys(kinds, 0)
         # Where in which flat tensor: of a gradient of its own, and of many of one shape together.
         self._single: list[tuple[int, int, Shape, Shape, int]] = []
         self._together: list[tuple[list[int], int, Shape, Shape, int]] = []
         for (dtype, shape), indices in members.items():
-            strides, count = _strides(shape)
-            step = _ALIGNMENT // dtype.itemsize
-            each, kind, start = -(-count // step) * step, kinds.index(dtype), sizes[dtype]
+            strides, kind = _strides(shape), kinds.index(dtype)
             if len(indices) < _MANY:
-                self._single += [(index, kind, shape, strides, start + number * each) for number, index in enumerate(indices)]
+                self._single += [(index, kind, shape, strides, starts[index]) for index in indices]
             else:
-                self._together.append((indices, kind, (len(indices), *shape), (each, *strides), start))
-            sizes[dtype] += each * len(indices)
+                first, second, *_ = (starts[index] for index in indices)
+                self._together.append((indices, kind, (len(indices), *shape), (second - first, *strides), first))
         self._flats = [torch.zeros(sizes[kind], dtype=kind, device=device) for kind in kinds]
         self._counts = [sum(dtype is kind for dtype, _ in gradients) for kind in kinds]
         self._steady: list[torch.Tensor] | None = None
@@ -129,10 +127,10 @@ def _counts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return [(sys.getrefcount(tensor), tensor._use_count()) for tensor in tensors]  # type: ignore[attr-defined]
 
 
-def _strides(shape: Shape) -> tuple[Shape, int]:
-    """Row-major strides, and the number of elements."""
+def _strides(shape: Shape) -> Shape:
+    """Row-major strides."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= size
-    return tuple(reversed(strides)), step
+    return tuple(reversed(strides))

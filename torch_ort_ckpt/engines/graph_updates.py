@@ -1,13 +1,15 @@
 """The optimizer graph, run by ONNX Runtime on tensors that PyTorch owns.
 
 The graph takes sequences of tensors. Where they can be made once (see `sequences`), a step binds again only what has moved; elsewhere
-lists of numpy arrays on the same memory go through `InferenceSession.run`, which turns each of them into a tensor in every step.
+lists of numpy arrays on the same memory go through `InferenceSession.run`, which turns each of them into a tensor in every step. Tensors
+that lie side by side are handed over as one (see `memory`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,16 +17,18 @@ import onnx
 import torch
 
 from ..artifacts import Artifacts, OptimizerSpec
+from ..dtypes import short_name
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import model_bytes
 from . import EngineOptions, Tensors
 from .dlpack import to_ort
+from .memory import Piece, pieces
 from .sequences import available, make_sequence
 from .sessions import make_session, ort_errors
 from .updates import Update
 
 _KEPT = 4
-"""Sequences kept per role: gradients come in the few buffers of a pool."""
+"""Sequences kept: gradients come in the few buffers of a pool."""
 
 
 class GraphUpdater:
@@ -76,27 +80,46 @@ class _Run(Protocol):
     def apply(self, update: Update) -> bool: ...
 
 
-class _Kept:
-    """What was made of the tensors of each role, for the few places they come from.
+_Addresses = list[list[int]]
+"""Of the tensors of each role."""
+
+
+class _Roles:
+    """What the graph takes for the tensors of each role, made once for the few places they come from.
 
     It does not refer to the tensors (a held gradient could not be reused), so it is only ever used for live tensors at the addresses it
-    was made for. The parameters belong to the key: only with them do addresses tell the sizes, as memory of a gradient may be another's
-    in the next step.
+    was made for. The addresses of all roles together are the key: memory of a gradient may be another's in the next step, and only with
+    the parameters do addresses tell the sizes.
     """
 
-    def __init__(self, make: Callable[[Tensors], Any]) -> None:
+    def __init__(self, session: Any, make: Callable[[list[Piece]], Any]) -> None:
+        names = {value.name for value in session.get_inputs()}
+        self.names = [role for role in _ROLES if role in names]
+        self._get = [_ROLES[role] for role in self.names]
         self._make = make
-        self._known: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Any]] = {}
+        self._known: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
 
-    def of(self, role: str, owners: list[int], addresses: list[int], tensors: Tensors) -> Any:
-        known, key = self._known.setdefault(role, {}), (tuple(owners), tuple(addresses))
-        if key not in known:
-            for tensor in tensors:
-                _check(tensor)
-            if len(known) >= _KEPT:
-                known.clear()
-            known[key] = self._make(tensors)
-        return known[key]
+    def addresses(self, update: Update) -> _Addresses:
+        """Where the tensors lie. A transposed view of the same memory is another thing: never equal to what was seen before."""
+        found = [list(map(_address, get(update))) for get in self._get]
+        if not (all(map(_is_contiguous, update.parameters)) and all(map(_is_contiguous, update.gradients))):
+            raise _refusal("strided")
+        return found
+
+    def of(self, addresses: _Addresses, update: Update) -> list[Any]:
+        key = tuple(map(tuple, addresses))
+        if key not in self._known:
+            for get in self._get:
+                for tensor in get(update):
+                    if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+                        raise _refusal(short_name(tensor.dtype))
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            # Clipping adds up the norms of the tensors: joined, they would be added up in another order.
+            joined = update.hyperparameters.max_norm is None and update.hyperparameters.known
+            sizes = [parameter.numel() for parameter in update.parameters]
+            self._known[key] = [self._make(own) for own in pieces(addresses, sizes, join=joined)]
+        return self._known[key]
 
 
 class SequenceRun:
@@ -114,23 +137,16 @@ class SequenceRun:
         for name, scalar in zip(("learning_rate", "step"), scalars, strict=False):
             if name in names:
                 self._io.bind_ortvalue_input(name, to_ort(scalar))
-        self._roles = [role for role in _ROLES if role in names]
-        self._bound: dict[str, list[int]] = {}
-        self._owners: list[int] = []
-        self._kept = _Kept(make_sequence)
+        self._roles = _Roles(session, make_sequence)
+        self._bound: _Addresses = []
 
     def apply(self, update: Update) -> bool:
         self._lr[0], self._step[0] = update.lr, update.step
-        owners = _addresses(update.parameters)
-        if owners != self._owners:
-            self._bound.clear()
-            self._owners = owners
-        for role in self._roles:
-            tensors = _ROLES[role](update)
-            addresses = owners if tensors is update.parameters else _addresses(tensors)
-            if addresses != self._bound.get(role):
-                self._io.bind_ortvalue_input(role, self._kept.of(role, owners, addresses, tensors))
-                self._bound[role] = addresses
+        addresses = self._roles.addresses(update)
+        if addresses != self._bound:
+            for role, value in zip(self._roles.names, self._roles.of(addresses, update), strict=True):
+                self._io.bind_ortvalue_input(role, value)
+            self._bound = addresses
         self._session.run_with_iobinding(self._io, None)
         return bool(self._flag[0])
 
@@ -142,34 +158,25 @@ class ListRun:
         self._session = session._sess
         names = {value.name for value in session.get_inputs()}
         self._scalars = [name for name in ("learning_rate", "step") if name in names]
-        self._roles = [role for role in _ROLES if role in names]
         self._outputs = [session.get_outputs()[0].name]
-        self._kept = _Kept(lambda tensors: [_array(tensor) for tensor in tensors])
+        self._roles = _Roles(session, lambda own: [_array(piece) for piece in own])
 
     def apply(self, update: Update) -> bool:
         scalars = {"learning_rate": np.array([update.lr], np.float32), "step": np.array([update.step], np.int64)}
         feeds: dict[str, Any] = {name: scalars[name] for name in self._scalars}
-        owners = _addresses(update.parameters)
-        for role in self._roles:
-            tensors = _ROLES[role](update)
-            feeds[role] = self._kept.of(role, owners, _addresses(tensors), tensors)
+        feeds.update(zip(self._roles.names, self._roles.of(self._roles.addresses(update), update), strict=True))
         (updated, *_) = self._session.run(self._outputs, feeds, None)
         return bool(np.asarray(updated).reshape(-1)[0])
 
 
-_ROLES: dict[str, Any] = {
-    "params": lambda update: update.parameters,
-    "gradients": lambda update: update.gradients,
+_ROLES: dict[str, Callable[[Update], Tensors]] = {
+    "params": attrgetter("parameters"),
+    "gradients": attrgetter("gradients"),
     "first_order_moments": lambda update: update.first or update.parameters,  # SGD declares them and leaves them alone
-    "second_order_moments": lambda update: update.second,
+    "second_order_moments": attrgetter("second"),
 }
 
-
-def _addresses(tensors: Tensors) -> list[int]:
-    """Where the tensors lie. A transposed view of the same memory is another thing: never equal to what was bound."""
-    if all(map(torch.Tensor.is_contiguous, tensors)):
-        return list(map(torch.Tensor.data_ptr, tensors))
-    return [tensor.data_ptr() if tensor.is_contiguous() else -1 for tensor in tensors]
+_address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 
 def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.ModelProto:
@@ -207,15 +214,14 @@ def with_boolean_flag(model: onnx.ModelProto) -> onnx.ModelProto:
     return changed
 
 
-def _check(tensor: torch.Tensor) -> None:
-    if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
-        raise UnsupportedError(
-            f"the optimizer graph takes contiguous float32 tensors, not {tensor.dtype}", remedy="Use OrtOptimizer(fused=True)."
-        )
+def _refusal(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the optimizer graph takes contiguous float32 tensors, not {what} ones", remedy="Use OrtOptimizer(fused=True)."
+    )
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    if tensor.numel() == 0:
-        return np.empty(tuple(tensor.shape), np.float32)
-    memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
-    return np.frombuffer(memoryview(memory), np.float32).reshape(tuple(tensor.shape))
+def _array(piece: Piece) -> Any:
+    address, count = piece
+    if not count:
+        return np.empty(0, np.float32)
+    return np.frombuffer(memoryview((ctypes.c_float * count).from_address(address)), np.float32)

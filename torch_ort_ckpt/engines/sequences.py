@@ -20,6 +20,7 @@ import torch
 
 from ..errors import CheckpointError
 from .dlpack import to_ort
+from .memory import Piece
 
 _RELEASE = b"1.19.2"
 _API_VERSION = 19
@@ -72,14 +73,12 @@ class _Api:
     def data(self, value: int) -> int:
         return self._make(self._data, value)
 
-    def sequence(self, tensors: Sequence[torch.Tensor]) -> int:
-        parts = (_Pointer * len(tensors))()
+    def sequence(self, pieces: Sequence[Piece]) -> int:
+        parts = (_Pointer * len(pieces))()
         try:
-            for index, tensor in enumerate(tensors):
-                shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
-                bytes_ = tensor.numel() * tensor.element_size()
-                parts[index] = self._make(self._tensor, self._memory, tensor.data_ptr(), bytes_, shape, tensor.dim(), _FLOAT)
-            return self._make(self._value, parts, len(tensors), _SEQUENCE)
+            for index, (address, count) in enumerate(pieces):
+                parts[index] = self._make(self._tensor, self._memory, address, 4 * count, (ctypes.c_int64 * 1)(count), 1, _FLOAT)
+            return self._make(self._value, parts, len(pieces), _SEQUENCE)
         finally:
             for part in parts:
                 if part:
@@ -99,16 +98,16 @@ def available() -> bool:
     return _api() is not None
 
 
-def make_sequence(tensors: Sequence[torch.Tensor]) -> Any:
-    """An OrtValue that is the sequence of these tensors (contiguous, float32, in CPU memory).
+def make_sequence(pieces: Sequence[Piece]) -> Any:
+    """An OrtValue that is a sequence of flat tensors of float32 on these pieces of CPU memory.
 
-    It does not keep their memory alive: whoever uses it must know that they live.
+    It does not keep the memory alive: whoever uses it must know that the tensors there live.
     """
     api = _api()
     if api is None:
         raise CheckpointError("tensor sequences can't be made with this onnxruntime", remedy="Use OrtOptimizer(fused=True).")
     value = to_ort(torch.zeros(1))
-    api.place(api.sequence(tensors), value)
+    api.place(api.sequence(pieces), value)
     return value
 
 

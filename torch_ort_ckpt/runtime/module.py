@@ -11,6 +11,7 @@ from torch import nn
 
 from ..artifacts import Artifacts
 from ..engines import Engine, EngineOptions, OverwritingEngine, make
+from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
@@ -183,11 +184,12 @@ class OrtModule(nn.Module):
         self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
         self.keep_optimizer_groups(state.optimizer)
         places: dict[str, tuple[nn.Module, str]] = {}
+        slots = self._slots_side_by_side(state)
         for kind, values in (("trainable", state.trainable), ("frozen", state.frozen)):
             for name, value in values.items():
                 if is_string(value):
                     continue
-                tensor = _materialize(name, value, specs, state.nominal, self._options.device)
+                tensor = _materialize(name, value, specs, state.nominal, self._options.device, slots.get(name))
                 owner, key = _place(self, name)
                 if kind == "trainable" or (tensor.is_floating_point() and name not in statistics):
                     owner._parameters[key] = nn.Parameter(tensor, requires_grad=kind == "trainable")
@@ -205,6 +207,18 @@ class OrtModule(nn.Module):
         self._trainable = [order[name] for name in self.artifacts.trainable]
         chosen = set(self._trainable)
         self._frozen = [index for index in range(len(specs)) if index not in chosen]
+
+    def _slots_side_by_side(self, state: CheckpointState) -> dict[str, torch.Tensor]:
+        """Memory for the trainable parameters, in the order their gradients will have: an update then treats them as one."""
+        if self.engine.name != "ort" or self._options.device.type != "cpu":
+            return {}
+        specs = self.artifacts.parameters
+        shapes: dict[str, Any] = {
+            name: tuple(specs[name].shape or ()) if state.nominal else tuple(state.trainable[name].shape)
+            for name in self.artifacts.trainable
+            if name in state.trainable and state.trainable[name].dtype is torch.float32
+        }
+        return dict(zip(shapes, side_by_side(list(shapes.values())), strict=True))
 
     def _tensors(self) -> list[torch.Tensor]:
         """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
@@ -335,7 +349,11 @@ def _lookup(owner: nn.Module, key: str) -> torch.Tensor:
     return value
 
 
-def _materialize(name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device) -> torch.Tensor:
+def _materialize(
+    name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device, slot: torch.Tensor | None
+) -> torch.Tensor:
+    if slot is not None:
+        return slot if nominal else slot.copy_(value.detach())
     if not nominal:
         return value.detach().clone(memory_format=torch.contiguous_format).to(device)
     shape = specs[name].shape if name in specs else ()

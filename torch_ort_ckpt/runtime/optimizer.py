@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import attrgetter, itemgetter
 from operator import is_ as _is
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..artifacts import OptimizerSpec
 from ..engines.graph_updates import GraphUpdater
+from ..engines.memory import zeros_like_all
 from ..engines.updates import TorchUpdater, Update, Updater
 from ..errors import CheckpointError, UnsupportedError
 from ..state import DEFAULT_LR, OptimizerGroup
@@ -29,7 +31,8 @@ MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
 _States = tuple[list[torch.Tensor], list[dict[str, Any]], list[dict[str, Any]]]
 """Parameters, all entries of the optimizer's state, and those of the parameters."""
 
-_is_none = partial(_is, None)
+_MOMENTS_OF = {kind: [itemgetter(name) for name in names] for kind, names in MOMENTS.items()}
+_is_none, _grad = partial(_is, None), attrgetter("grad")
 
 
 class OrtOptimizer(torch.optim.Optimizer):
@@ -129,7 +132,7 @@ class OrtOptimizer(torch.optim.Optimizer):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         parameters: list[torch.Tensor] = group["params"]
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        gradients: list[Any] = list(map(_grad, parameters))
         if any(map(_is_none, gradients)):
             parameters = [parameter for parameter in parameters if parameter.grad is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
@@ -138,8 +141,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         states = self._states(parameters, group)
         step: torch.Tensor = states[0]["step"]
         count = int(step.item()) + 1
-        names = MOMENTS[self.spec.kind]
-        moments = [[state[name] for state in states] for name in names] or [[], []]
+        moments = [list(map(get, states)) for get in _MOMENTS_OF[self.spec.kind]] or [[], []]
         self.updated = self._update_with().apply(
             Update(
                 parameters=parameters,
@@ -164,25 +166,26 @@ class OrtOptimizer(torch.optim.Optimizer):
             unchanged = len(values) == len(entries) and all(map(_is, values, entries))
             if unchanged and len(owners) == len(parameters) and all(map(_is, parameters, owners)):
                 return states
-        states = [self.state.get(parameter) or self._state_of(parameter, group) for parameter in parameters]
+        self._create_states(parameters, group)
+        states = [self.state[parameter] for parameter in parameters]
         self._known_states[id(group)] = (list(parameters), list(self.state.values()), states)
         return states
 
-    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            # ORT counts the steps of the whole group: all its parameters share one tensor.
-            known = [self.state[other]["step"] for other in group["params"] if self.state.get(other)]
-            state["step"] = known[0] if known else torch.zeros(())
-            for name in MOMENTS[self.spec.kind]:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        return state
+    def _create_states(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        missing = [parameter for parameter in parameters if not self.state.get(parameter)]
+        if not missing:
+            return
+        # ORT counts the steps of the whole group: all its parameters share one tensor.
+        known = [self.state[other]["step"] for other in group["params"] if self.state.get(other)]
+        step = known[0] if known else torch.zeros(())
+        moments = [zeros_like_all(missing) for _ in MOMENTS[self.spec.kind]]
+        for parameter, *own in zip(missing, *moments, strict=True):
+            self.state[parameter] = {"step": step, **dict(zip(MOMENTS[self.spec.kind], own, strict=True))}
 
     def create_moments(self) -> None:
         """Make the moments now (zeros), rather than at a parameter's first update."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                self._state_of(parameter, group)
+            self._create_states(group["params"], group)
 
     def _update_with(self) -> Updater:
         if self._updater is None:
@@ -234,12 +237,14 @@ class OrtOptimizer(torch.optim.Optimizer):
                 remedy="Put them into separate groups, or keep training with the optimizer that made this state.",
             )
         shared = torch.tensor(float(steps.pop() if steps else 0))
+        owners = [parameter for parameter in group["params"] if self.state.get(parameter)]
         for state in states:
             state["step"] = shared
-            for name in MOMENTS[self.spec.kind]:
-                if name not in state:
-                    raise CheckpointError(f"the state has no {name}", field=name, remedy="It is of another kind of optimizer.")
-                state[name] = state[name].contiguous()
+        for name in MOMENTS[self.spec.kind]:
+            if any(name not in state for state in states):
+                raise CheckpointError(f"the state has no {name}", field=name, remedy="It is of another kind of optimizer.")
+            for state, place in zip(states, zeros_like_all(owners), strict=True):
+                state[name] = place.copy_(state[name])
 
     @property
     def checkpoint_step(self) -> int:
@@ -283,18 +288,18 @@ class OrtOptimizer(torch.optim.Optimizer):
                 own["lr"] = source.lr
             own.update({key: tuple(value) if key == "betas" else value for key, value in source.hyperparameters.items() if key in own})
             shared = torch.tensor(float(source.step))
-            for name in members:
-                states = saved[name][1]
-                state = {"step": shared}
-                for number, key in enumerate(MOMENTS[self.spec.kind]):
-                    moment = states.get(f"momentum{number}")
-                    if moment is None or moment.shape != parameters[name].shape:
+            made: dict[str, dict[str, Any]] = {name: {"step": shared} for name in members}
+            for number, key in enumerate(MOMENTS[self.spec.kind]):
+                for name, place in zip(members, zeros_like_all([parameters[name] for name in members]), strict=True):
+                    moment = saved[name][1].get(f"momentum{number}")
+                    if moment is None or moment.shape != place.shape:
                         raise CheckpointError(
                             "no moment of the parameter's shape",
                             field=f"{name}/momentum{number}",
                             remedy="Load weights only: leave the optimizer out of load_checkpoint.",
                         )
-                    state[key] = moment.detach().to(parameters[name].device, parameters[name].dtype, copy=True).contiguous()
+                    made[name][key] = place.copy_(moment.detach())
+            for name, state in made.items():
                 self.state[parameters[name]] = state
 
     def to_torch(self) -> torch.optim.Optimizer:
