@@ -15,6 +15,7 @@ import torch_ort_ckpt as toc
 from tests.engines.conftest import exported  # noqa: F401  # a fixture
 from tests.engines.zoo import FAMILIES
 from tests.truth import DATA
+from torch_ort_ckpt.source import torch_source
 
 Exported = Callable[[str], tuple[Path, nn.Module]]
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
@@ -55,6 +56,22 @@ def test_other_outputs_than_the_loss() -> None:
     torch.testing.assert_close(nn.functional.cross_entropy(logits, labels), loss)
     with pytest.raises(toc.CheckpointError, match="no graph has all of nothing"):
         toc.to_torch_module(artifacts, outputs=["nothing"])
+
+
+def test_a_value_may_have_the_name_of_a_function_that_the_source_defines(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 3))
+    artifacts = toc.export_artifacts(module, (torch.randn(2, 4),), tmp_path, exporter="torchscript")
+    for model in (artifacts.training, artifacts.eval):
+        assert model is not None
+        for node in model.graph.node:
+            for names in (node.input, node.output):
+                for place, name in enumerate(names):
+                    if name == "output":
+                        names[place] = "gemm"
+    x, labels = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    plain = toc.to_torch_module(artifacts)
+    assert "gemm_ = gemm(" in torch_source(artifacts)
+    torch.testing.assert_close(plain(x, labels), nn.functional.cross_entropy(module(x), labels))
 
 
 def test_the_source_runs_where_this_library_is_not(tmp_path: Path) -> None:

@@ -127,9 +127,16 @@ class _Plan:
         code = module.graph.python_code("self")
         text = code.src.strip().replace("def forward(", f"def {name}(", 1)
         text = re.sub(r";\s+(\w+ = )+None *$", "", text, flags=re.MULTILINE)  # fx frees every value; Python does at the end
-        for global_name, value in code.globals.items():
-            if re.search(rf"\b{global_name}\b", text):
-                text = re.sub(rf"\b{re.escape(global_name)}\b", library.name(value, global_name), text)
+        names = {key: library.name(value, key) for key, value in code.globals.items() if re.search(rf"\b{key}\b", text)}
+        values = {node.name for node in module.graph.nodes}
+        for taken in values.intersection(names.values()):  # a value with the name of a function
+            other = taken
+            while other in values:
+                other += "_"
+            text = re.sub(rf"(?<![\w.]){taken}\b", other, text)
+            values.add(other)
+        for key, written in names.items():
+            text = re.sub(rf"\b{re.escape(key)}\b", written, text)
         for key, value in module.named_buffers(recurse=False):
             text = re.sub(rf"\bself\.{key}\b", f"self.{name}_{key}", text)
             self._constant(f"{name}_{key}", value, settings)

@@ -54,6 +54,28 @@ def test_any_value_of_the_graph_can_be_an_output() -> None:
         translate(training, outputs=["nothing"])
 
 
+@pytest.mark.parametrize(
+    ("bias", "sum_of", "outputs", "joined"),
+    [
+        ("5", "b, product", "y", True),
+        ("5", "product, b", "y", True),
+        ("1", "b, product", "y", False),  # broadcast, which F.linear does not do
+        ("1, 5", "b, product", "y", False),
+        ("n", "b, product", "y", False),  # not known to be one per row of the weight
+        ("5", "b, product", "y, product", False),  # the product itself is wanted too
+    ],
+)
+def test_a_linear_layer_in_three_nodes_becomes_one_function(bias: str, sum_of: str, outputs: str, joined: bool) -> None:
+    results = ", ".join(f"float[a, b, 5] {name}" for name in outputs.split(", "))
+    text = f"""agraph (float[a, b, 4] x, float[5, 4] w, float[{bias}] b) => ({results})
+    {{ turned = Transpose<perm = [1, 0]>(w)  product = MatMul(x, turned)  y = Add({sum_of}) }}"""
+    translation = translate(model(text), parameters=["w", "b"])
+    names = [getattr(target, "__name__", "") for target in calls(translation)]
+    assert names == (["linear"] if joined else ["transpose", "matmul", "add"])
+    x, w, b = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn([5 if size == "n" else int(size) for size in bias.split(", ")])
+    torch.testing.assert_close(translation.module(x, w, b)[0], x @ w.t() + b)
+
+
 def test_shape_arithmetic_stays_on_python_ints() -> None:
     """What exporters write for `x.view(x.size(0), -1, 4).expand(x.size(0) * 2 // 2, ...)`: no tensor is read back."""
     translation = translate(

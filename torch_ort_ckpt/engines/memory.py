@@ -21,6 +21,7 @@ Shape = tuple[int, ...]
 Piece = tuple[int, int]
 """An address, and how many float32 elements there are."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CACHE_LINE = 64
 _LINE = _CACHE_LINE // 4
 """Elements of float32 in it."""
@@ -52,7 +53,7 @@ def side_by_side(shapes: Sequence[Shape]) -> list[torch.Tensor]:
 
 def zeros_like_all(tensors: Tensors) -> list[torch.Tensor]:
     """Zeros that lie to one another as the tensors do, where these are side by side."""
-    if any(tensor.device.type != "cpu" or tensor.dtype is not torch.float32 for tensor in tensors):
+    if any(type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.dtype is not torch.float32 for tensor in tensors):
         return [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
     starts, end = {}, 0
     for index in sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr()):

@@ -21,6 +21,7 @@ from ...errors import CheckpointError, UnsupportedError
 from ...graphs import RANDOM_OPS
 from .constants import constant_value, identifier, read_attributes, read_tensor
 from .host import Host, fold_host, host_constant
+from .joins import join_linear
 from .registry import Kind, Op, find_op
 
 GRADIENT_OUTPUT = ".accumulation.out"
@@ -82,7 +83,10 @@ def translate(
         if tensor.name in needed and tensor.name not in used:
             builder.add_constant(tensor.name, read_tensor(tensor))
     builder.add_nodes(nodes)
-    return Translation(builder.finish(wanted), tuple(inputs), tuple(used), tuple(wanted))
+    module = builder.finish(wanted)
+    shapes = _fixed_shapes(graph)
+    join_linear(module, {builder.values[name].name: shapes[name] for name in used if name in shapes})
+    return Translation(module, tuple(inputs), tuple(used), tuple(wanted))
 
 
 def forward_outputs(model: onnx.ModelProto) -> list[str]:
@@ -298,6 +302,16 @@ class GraphBuilder:
                 return self.root.get_buffer(value.target).tolist()
             return self.graph.call_function(torch.Tensor.tolist, (value,))
         return value
+
+
+def _fixed_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
+    """Of the graph's inputs and initializers, those without symbolic dimensions."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for value in graph.input:
+        tensor = value.type.tensor_type
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+            shapes[value.name] = tuple(dim.dim_value for dim in tensor.shape.dim)
+    return shapes
 
 
 def _same(default: Any, value: Any) -> bool:
