@@ -51,11 +51,6 @@ def to_torch_module(artifacts: Artifacts | PathLike, *, outputs: Sequence[str] |
     return module
 
 
-def torch_source(artifacts: Artifacts | PathLike, *, outputs: Sequence[str] | None = None) -> str:
-    """The source of the module that `to_torch_module` makes."""
-    return _Plan(artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts), outputs).text()
-
-
 class _Plan:
     """The two translated graphs, the parameters they use, and the text made of them."""
 
