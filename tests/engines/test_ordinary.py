@@ -84,6 +84,58 @@ def test_the_compile_option_trains(exported: Exported) -> None:
     torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_the_compile_option_is_ordinary_autograd(exported: Exported) -> None:
+    folder, _ = exported("mlp")
+    batch = FAMILIES["mlp"].batch(3)
+    _, expected = reference(toc.OrtModule(folder, engine="torch"), batch)
+    model = toc.OrtModule(folder, engine="torch", compile=True)
+    frozen, *trained = expected
+    model.get_parameter(frozen).requires_grad_(False)
+    first, second = model(*batch), model(*batch)
+    (first * 3).backward()
+    second.backward(retain_graph=True)
+    second.backward()
+    assert model.get_parameter(frozen).grad is None
+    found = {name: value / 5 for name, value in gradients(model).items()}
+    torch.testing.assert_close(found, {name: expected[name] for name in trained}, rtol=1e-5, atol=1e-6)
+    with pytest.raises((toc.CheckpointError, RuntimeError), match="second time"):
+        second.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(*batch).item() != second.item()
+    x = batch[0].clone().requires_grad_()
+    model(x, *batch[1:]).backward()  # a gradient of the input too
+    assert x.grad is not None
+
+
+class Shared(nn.Module):
+    """One gradient for two parameters, and one that is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(3, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a + self.b + self.c * x).sum()
+
+
+@pytest.mark.ort
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_a_step_may_be_changed_in_place(tmp_path: Path, compiled: bool) -> None:
+    x = torch.randn(3, 4)
+    toc.export_artifacts(Shared(), (x,), tmp_path, loss=None, exporter="torchscript")
+    model = toc.OrtModule(tmp_path, engine="torch", compile=compiled)
+    batch = x.clone()
+    for _ in range(2):
+        model.train_step(batch)
+    found = gradients(model)
+    torch.testing.assert_close(found, {"a": torch.full((3, 4), 2.0), "b": torch.full((3, 4), 2.0), "c": 2 * x})
+    for value in model.parameters():
+        assert value.grad is not None
+        value.grad.mul_(10)
+    assert torch.equal(batch, x)
+    torch.testing.assert_close(model.get_parameter("a").grad, torch.full((3, 4), 20.0))
+
+
 def test_autocast(model: toc.OrtModule, batch: list[torch.Tensor]) -> None:
     loss, expected = reference(model, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
 from .memory import Shape, layout
 
 Lease = list[torch.Tensor]
@@ -112,6 +113,22 @@ class GradientPool:
     def __len__(self) -> int:
         return len(self._buffers)
 
+
+def scale(gradients: Sequence[torch.Tensor], grad_loss: torch.Tensor) -> None:
+    """What the user made of the loss before `backward`. A GPU is not asked whether it is 1."""
+    if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
+        torch._foreach_mul_(list(gradients), grad_loss.reshape(()))
+
+
+def spent() -> UnsupportedError:
+    return UnsupportedError(
+        "backward through the same forward a second time",
+        remedy="Pass retain_graph=True to the first backward, or run the model again.",
+    )
+
+
+# Before PyTorch 2.6 a backward can't tell whether it may be followed by another: its gradients are then copies.
+keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 # Inductor's way to make a view takes a third of the time, as it does without everything that views need for autograd.
 _view: Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor] = getattr(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import onnx
@@ -31,7 +30,7 @@ from ..graphs import (
 )
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
-from .gradients import GradientBuffer, GradientPool, Lease
+from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, scale, spent
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 
 
@@ -116,24 +115,18 @@ class _Gradients(torch.autograd.Function):
         if grad_loss is None:
             return (None, None, None, None, *(None for _ in needed))
         if ctx.lease is None:
-            raise UnsupportedError(
-                "backward through the same forward a second time",
-                remedy="Pass retain_graph=True to the first backward, or run the model again.",
-            )
-        buffer, keep = ctx.buffer, _keeps_graph()
+            raise spent()
+        buffer, keep = ctx.buffer, keeps_graph()
         if keep:
             flats = [flat.clone() for flat in ctx.lease]
         else:
             flats, ctx.lease, ctx.buffer = ctx.lease, None, None
-        scaled = grad_loss.device.type != "cpu" or grad_loss.item() != 1.0
         if ctx.dtypes is None:
-            if scaled:
-                torch._foreach_mul_(flats, grad_loss.reshape(()))
+            scale(flats, grad_loss)
             gradients = buffer.views(flats)
         else:  # half-precision gradients: to the masters' precision first, where a loss scale does not overflow
             gradients = [gradient.to(dtype) for gradient, dtype in zip(buffer.views(flats), ctx.dtypes, strict=True)]
-            if scaled:
-                torch._foreach_mul_(gradients, grad_loss.reshape(()))
+            scale(gradients, grad_loss)
         if ctx.input_gradients:
             gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.input_gradients)]
         if not all(needed):
@@ -141,10 +134,6 @@ class _Gradients(torch.autograd.Function):
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
         del flats
         return (None, None, None, None, *gradients)
-
-
-# Before PyTorch 2.6 a backward can't tell whether it may be followed by another: its gradients are then copies.
-_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 class _TrainingGraph(GraphSession):

@@ -13,12 +13,14 @@ from typing import Any
 
 import onnx
 import torch
+from torch.autograd.function import once_differentiable
 
 from ...artifacts import Artifacts
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
+from ..gradients import keeps_graph, scale, spent
 from .translate import Translation, translate
 
 
@@ -41,12 +43,29 @@ class TorchEngine:
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         if self.training_graph is None:
             raise MissingFileError("no training_model", path=self.artifacts.folder, remedy="Call model.eval() to run the eval graph.")
+        if self._computes_at_once(inputs, parameters):
+            trainable = [parameters[place] for place in self._trainable]
+            return (_AtOnce.apply(self, inputs, parameters, *trainable),)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self.training_graph(inputs, parameters)
+
+    def _computes_at_once(self, inputs: Tensors, parameters: Tensors) -> bool:
+        """Whether loss and gradients can be computed in one go, compiled, before `backward` asks for them: a quarter faster on a
+        transformer than a forward that saves what a backward needs. Only where nothing but the loss can be differentiated, and only by
+        the parameters."""
+        return (
+            self.options.compile
+            and len(self.artifacts.outputs) == 1
+            and not torch.is_autocast_enabled(self.options.device.type)
+            and not torch.compiler.is_compiling()
+            and not any(value.requires_grad for value in inputs)
+            and all(type(value) is torch.nn.Parameter or not value.requires_grad for value in parameters)
+        )
 
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         if self.options.compile and self.training_graph is not None:
-            result: tuple[tuple[torch.Tensor, ...], Tensors] = self._compiled_step(list(inputs), [p.detach() for p in parameters])
-            return result
+            values = [parameter.detach() for parameter in parameters]
+            outputs, gradients = self._compiled_step(list(inputs), values)
+            return outputs, independent(gradients, [*inputs, *values, *outputs])
         with torch.enable_grad():
             outputs = self.train(inputs, parameters, seed)
             trainable = [parameters[place] for place in self._trainable]
@@ -55,7 +74,8 @@ class TorchEngine:
         gradients = [torch.zeros(())] * len(trainable)
         for place, gradient in zip(chosen, found, strict=True):
             gradients[place] = torch.zeros_like(trainable[place]) if gradient is None else gradient
-        return tuple(output.detach() for output in outputs), gradients
+        outputs = tuple(output.detach() for output in outputs)
+        return outputs, independent(gradients, [*inputs, *parameters, *outputs])
 
     @cached_property
     def _compiled_step(self) -> Callable[..., Any]:
@@ -80,6 +100,45 @@ class TorchEngine:
         if self.eval_graph is None:
             raise MissingFileError("no eval_model, which eval() and no_grad() need", path=self.artifacts.folder, remedy="Export one.")
         return self.eval_graph(inputs, parameters)
+
+
+class _AtOnce(torch.autograd.Function):
+    """Forward computes loss and gradients; backward hands the gradients out."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: TorchEngine, inputs: Tensors, parameters: Tensors, *_: Any) -> Any:
+        (loss,), ctx.gradients = engine.step(inputs, parameters, None)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise spent()
+        if keeps_graph():
+            gradients = [gradient.clone() for gradient in ctx.gradients]
+        else:
+            gradients, ctx.gradients = ctx.gradients, None
+        scale(gradients, grad_loss)
+        needed = ctx.needs_input_grad[3:]
+        return (None, None, None, *(gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)))
+
+
+def independent(gradients: Tensors, others: Tensors) -> list[torch.Tensor]:
+    """Gradients that may be changed in place: autograd's may be one tensor for several parameters, or the batch itself."""
+    taken, places = {_storage(value) for value in others}, set()
+    found = []
+    for gradient in gradients:
+        if type(gradient) is torch.Tensor:
+            if not gradient.is_contiguous() or gradient.data_ptr() in places or _storage(gradient) in taken:
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            places.add(gradient.data_ptr())
+        found.append(gradient)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 @dataclass
