@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -268,9 +269,15 @@ class OrtModule(nn.Module):
 
     def _count_batches(self) -> None:
         """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
-        if self._counters:
+        if not self._counters:
+            return
+        counters = [_lookup(*place) for place in self._counters]
+        if self.engine.differentiable or not all(counter.is_cpu and counter.dtype is torch.int64 for counter in counters):
             with torch.no_grad():
-                torch._foreach_add_([_lookup(*place) for place in self._counters], 1)
+                torch._foreach_add_(counters, 1)
+            return
+        for counter in counters:  # after a run has emptied the caches, PyTorch's operator would take 100 us
+            ctypes.c_int64.from_address(counter.data_ptr()).value += 1
 
     def _next_seed(self) -> int | None:
         """A number for this step's random draws, from the base seed and how many steps were drawn for."""
