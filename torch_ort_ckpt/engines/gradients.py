@@ -77,6 +77,13 @@ class GradientBuffer:
             self._baseline = [before + views for before, views in zip(self._baseline, self._counts, strict=True)]
         return self._steady
 
+    def drop_steady_views(self) -> None:
+        """Nobody uses them (the buffer was free): not to look at each of them again in every step."""
+        if self._steady is not None:
+            self._steady.clear()
+            self._steady = None
+            self._baseline = [before - views for before, views in zip(self._baseline, self._counts, strict=True)]
+
     def settle(self) -> None:
         """Remember how often the memory is referred to now, when nobody outside does."""
         self._baseline = [_use_count(flat) for flat in self._flats]

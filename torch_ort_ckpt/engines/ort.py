@@ -97,6 +97,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _TrainingGraph, inputs: Tensors, parameters: Tensors, seed: int | None, *trainable: Any) -> Any:
         ctx.buffer, ctx.lease, outputs = graph.run(inputs, parameters, seed)
+        ctx.buffer.drop_steady_views()
         ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable[: len(graph.trainable)]]
         ctx.input_gradients = [outputs[position] for _, position in graph.input_gradients]
         ctx.mark_non_differentiable(*outputs[1:])
