@@ -265,6 +265,36 @@ def test_swapped_data_and_replaced_parameters(model: toc.OrtModule) -> None:
     assert model(*batch("mlp")).item() == pytest.approx(F.cross_entropy(native(batch("mlp")[0]), batch("mlp")[1]).item(), rel=1e-6)
 
 
+def test_a_gradient_whose_data_was_replaced_is_not_taken_for_the_one_that_was_written(model: toc.OrtModule) -> None:
+    for seed in range(8):
+        model.train_step(*batch("mlp", seed=seed))
+        assert_gradients(model, of_batch(seed))
+        model.fc1.weight.grad.data = torch.zeros_like(model.fc1.weight)
+        model.lazy_reset_grad()
+    assert len(model.engine.training_graph().pool) == 1
+
+
+@pytest.mark.parametrize("autograd", [False, True])
+def test_shared_memory_moves_parameters_and_gradients(model: toc.OrtModule, autograd: bool) -> None:
+    """`share_memory` puts the memory of the gradients elsewhere too, under the binding that writes there."""
+    optimizer = toc.OrtOptimizer(model)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    for seed in range(4):
+        for one, own in ((model, optimizer), (twin_model, twin)):
+            if autograd:
+                one(*batch("mlp", seed=seed)).backward()
+            else:
+                one.train_step(*batch("mlp", seed=seed))
+            own.step()
+            if seed == 1 and one is model:
+                one.share_memory()
+                assert all(parameter.is_shared() and parameter.grad.is_shared() for parameter in one.parameters())
+            one.zero_grad() if autograd else one.lazy_reset_grad()
+    assert_same(model.fc1.weight, twin_model.fc1.weight)
+    assert model.fc1.weight.is_shared()
+    assert len(model.engine.training_graph().pool) == 1
+
+
 def test_parameters_moved_to_another_type_are_refused(model: toc.OrtModule) -> None:
     model.to("cpu")
     model(*batch("mlp"))

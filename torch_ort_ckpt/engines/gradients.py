@@ -49,6 +49,7 @@ class GradientBuffer:
                 first, second, *_ = (starts[index] for index in indices)
                 self._together.append((indices, kind, (len(indices), *shape), (second - first, *strides), first))
         self._flats = [torch.zeros(sizes[kind], dtype=kind, device=device) for kind in kinds]
+        self._addresses = [flat.data_ptr() for flat in self._flats]
         self._counts = [sum(dtype is kind for dtype, _ in gradients) for kind in kinds]
         self._steady: list[torch.Tensor] | None = None
         self._steady_counts: list[tuple[int, int]] = []
@@ -88,6 +89,13 @@ class GradientBuffer:
         """Remember how often the memory is referred to now, when nobody outside does."""
         self._baseline = [_use_count(flat) for flat in self._flats]
 
+    def moved(self) -> bool:
+        """Whether somebody has put the memory elsewhere, where the binding does not write: all of it, as `share_memory_` of a gradient
+        does, or a steady view's, as `gradient.data = ...` does."""
+        if [flat.data_ptr() for flat in self._flats] != self._addresses:
+            return True
+        return any(_use_count(flat) < least for flat, least in zip(self._flats, self._baseline, strict=True))
+
     def free(self) -> bool:
         if [_use_count(flat) for flat in self._flats] != self._baseline:
             return False
@@ -105,7 +113,9 @@ class GradientPool:
     def take(self) -> tuple[GradientBuffer, Lease]:
         with self._lock:
             for buffer in self._buffers:
-                if buffer.free():
+                if buffer.moved():
+                    self._buffers = [other for other in self._buffers if not other.moved()]
+                elif buffer.free():
                     return buffer, buffer.lease()
             buffer = self._make()
             buffer.settle()
@@ -115,7 +125,7 @@ class GradientPool:
 
     def owner_of(self, gradients: Any) -> GradientBuffer | None:
         """The buffer whose steady views these are."""
-        return next((buffer for buffer in self._buffers if buffer._steady is gradients), None)
+        return next((buffer for buffer in self._buffers if buffer._steady is gradients and not buffer.moved()), None)
 
     def __len__(self) -> int:
         return len(self._buffers)
