@@ -57,6 +57,7 @@ def test_other_outputs_than_the_loss() -> None:
         toc.to_torch_module(artifacts, outputs=["nothing"])
 
 
+@pytest.mark.ort
 def test_a_value_may_have_the_name_of_a_function_that_the_source_defines(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(4, 3))
     artifacts = toc.export_artifacts(module, (torch.randn(2, 4),), tmp_path, exporter="torchscript")
