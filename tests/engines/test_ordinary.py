@@ -105,6 +105,9 @@ def test_the_compile_option_is_ordinary_autograd(exported: Exported) -> None:
     x = batch[0].clone().requires_grad_()
     model(x, *batch[1:]).backward()  # a gradient of the input too
     assert x.grad is not None
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert not model(*batch).requires_grad
 
 
 class Shared(nn.Module):

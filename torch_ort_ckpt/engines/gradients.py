@@ -112,10 +112,9 @@ class GradientPool:
 
     def take(self) -> tuple[GradientBuffer, Lease]:
         with self._lock:
+            self._buffers = [buffer for buffer in self._buffers if not buffer.moved()]
             for buffer in self._buffers:
-                if buffer.moved():
-                    self._buffers = [other for other in self._buffers if not other.moved()]
-                elif buffer.free():
+                if buffer.free():
                     return buffer, buffer.lease()
             buffer = self._make()
             buffer.settle()

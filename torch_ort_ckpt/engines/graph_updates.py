@@ -100,7 +100,7 @@ class _Roles:
         self._known: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
 
     def addresses(self, update: Update) -> _Addresses:
-        """Where the tensors lie. A transposed view of the same memory is another thing: never equal to what was seen before."""
+        """Where the tensors lie. A transposed view lies at the same address as the tensor, so it is refused here."""
         found = [list(map(_address, get(update))) for get in self._get]
         if not (all(map(_is_contiguous, update.parameters)) and all(map(_is_contiguous, update.gradients))):
             raise _refusal("strided")
@@ -112,7 +112,7 @@ class _Roles:
             for get in self._get:
                 for tensor in get(update):
                     if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
-                        raise _refusal(short_name(tensor.dtype))
+                        raise _refusal("strided" if tensor.dtype is torch.float32 else short_name(tensor.dtype))
             if len(self._known) >= _KEPT:
                 self._known.clear()
             # Clipping adds up the norms of the tensors: joined, they would be added up in another order.

@@ -272,7 +272,9 @@ class OrtModule(nn.Module):
         if not self._counters:
             return
         counters = [_lookup(*place) for place in self._counters]
-        if self.engine.differentiable or not all(counter.is_cpu and counter.dtype is torch.int64 for counter in counters):
+        if self.engine.differentiable or not all(
+            counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1 for counter in counters
+        ):
             with torch.no_grad():
                 torch._foreach_add_(counters, 1)
             return

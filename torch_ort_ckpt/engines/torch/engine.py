@@ -59,6 +59,7 @@ class TorchEngine:
             and not torch.compiler.is_compiling()
             and not any(value.requires_grad for value in inputs)
             and all(type(value) is torch.nn.Parameter or not value.requires_grad for value in parameters)
+            and any(parameters[place].requires_grad for place in self._trainable)
         )
 
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
