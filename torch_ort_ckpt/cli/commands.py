@@ -287,6 +287,7 @@ def run_average(options: argparse.Namespace) -> int:
 def _add_demo(subparsers: Any) -> None:
     parser = command(subparsers, "demo", run_demo, "Export, train with ORT, convert to PyTorch and safetensors and back, on built-in data.")
     parser.add_argument("folder", nargs="?", help="where to leave the files; default: a temporary folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier demo left there")
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -294,7 +295,7 @@ def run_demo(options: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-")))
-        rows = [dataclasses.astuple(row) for row in demo(folder)]
+        rows = [dataclasses.astuple(row) for row in demo(folder, options.overwrite)]
     console().print(table("What was done", ("stage", "by", "files", "result"), rows))
     if options.folder:
         print_line(f"\nThe files are in {escaped(options.folder)}: try `torch-ort-ckpt inspect {escaped(options.folder)}/trained`.")
