@@ -39,6 +39,9 @@ FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "o
 WRITABLE: tuple[str, ...] = tuple(name for name in FORMATS if name != "ortpt")
 """Those that can be written as well."""
 
+_INDEX = ".index.json"
+"""What the index of a sharded `<name>.safetensors` is called: `<name>.safetensors.index.json`."""
+
 _FOLDERS = ("pbseq", "runner", "dcp")
 """Formats whose checkpoints are folders, always."""
 
@@ -194,10 +197,14 @@ def module(name: str) -> ModuleType:
 
 
 def _found(path: PathLike, *, quiet: bool = False) -> Path:
-    """Where the checkpoint at `path` is: there, in a folder whose save was cut short, or in shards that an index beside it names."""
+    """Where the checkpoint at `path` is: there, in a folder whose save was cut short, or under the other name of a safetensors file: the
+    index of its shards, and the other way round."""
     place = surviving(path, quiet=quiet)
-    index = Path(f"{place}.index.json")
-    return index if place.name.endswith(".safetensors") and not os.path.lexists(place) and os.path.lexists(index) else place
+    single = os.fspath(place).removesuffix(_INDEX)
+    if os.path.lexists(place) or not single.endswith(".safetensors"):
+        return place
+    other = Path(single if place.name.endswith(_INDEX) else f"{single}{_INDEX}")
+    return other if os.path.lexists(other) else place
 
 
 def _ranks(path: PathLike | Sequence[PathLike], format: str | None) -> list[PathLike] | None:

@@ -102,10 +102,9 @@ def commit(
         for place in obsolete:
             try:
                 os.unlink(place)
-            except FileNotFoundError:
-                continue
             except OSError as error:
-                warn(f"{place}: belongs to the checkpoint that was replaced, and can't be removed ({error.strerror})")
+                if os.path.lexists(place):
+                    warn(f"{place}: belongs to the checkpoint that was replaced, and can't be removed ({error.strerror})")
         for place in {*obsolete, *(pending.target for pending in others)}:
             remove_leftovers(place, identity_at)
         try:
