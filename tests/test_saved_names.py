@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,15 @@ def test_folders_of_several_checkpoints_do_not_take_parts_for_checkpoints(tmp_pa
     assert toc.load(tmp_path / "ranks") == toc.merge(ranks)
     assert safetensors.is_part(tmp_path / "one" / "m-00001-of-00002.safetensors")
     assert not safetensors.is_part(tmp_path / "one" / "m.safetensors.index.json")
+
+
+@pytest.mark.lightning
+def test_lightning_removes_all_files_of_a_checkpoint(tmp_path: Path) -> None:
+    from torch_ort_ckpt.lightning import OrtCheckpoint
+
+    callback = OrtCheckpoint(dirpath=tmp_path, format="safetensors")
+    (tmp_path / "mine-00001-of-00002.safetensors").touch()
+    for options in ({}, SHARDED):
+        toc.save(state(), tmp_path / "epoch=1.safetensors", **options)
+        callback._remove_checkpoint(SimpleNamespace(is_global_zero=True), str(tmp_path / "epoch=1.safetensors"))
+        assert os.listdir(tmp_path) == ["mine-00001-of-00002.safetensors"]

@@ -314,9 +314,12 @@ class _Writer:
         commit(main, self.others, identity, self.durable, identity_of, hidden_by, obsolete)
 
 
-def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]:
-    """Files of the save being replaced that the new one does not write: the other form of a bundle, its shards, the optimizer's."""
-    written = {pending.target.name for pending in (main, *writer.others)}
+def files(path: Path) -> list[Path]:
+    """All files that a checkpoint of ours at `path` can consist of: both forms of its bundles, and the shards that their indexes name."""
+    return _files(_Places.of(path))
+
+
+def _files(places: _Places) -> list[Path]:
     found: list[Path] = []
     for stem in (places.model, places.optimizer):
         found += [Path(f"{stem}{suffix}") for suffix in SUFFIXES]
@@ -324,10 +327,16 @@ def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]
             content = parse_json(bytes(FileBuffer(found[-1], mmap=False).data))
             if KEY in content["metadata"]:
                 found += [stem.with_name(os.path.basename(name)) for name in sorted(set(content["weight_map"].values()))]
+    return found
+
+
+def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]:
+    """Files of the save being replaced that the new one does not write: the other form of a bundle, its shards, the optimizer's."""
+    written = {pending.target.name for pending in (main, *writer.others)}
     either_form = {f"{places.model.name}{suffix}" for suffix in SUFFIXES}  # whoever wrote it: this is the place to be overwritten
     return [
         place
-        for place in found
+        for place in _files(places)
         if place.name not in written and (place.name in either_form or not os.path.lexists(place) or _is_ours(place))
     ]
 
