@@ -13,7 +13,7 @@ import torch
 
 from .artifact_set import current_files
 from .errors import CheckpointError, MissingFileError, UnsupportedError
-from .formats import detect, load
+from .formats import detect, exists, load
 from .graphs import (
     ACCUMULATION_BUFFER,
     ACCUMULATION_OUTPUT,
@@ -89,7 +89,7 @@ class Artifacts:
         state, path = (checkpoint, None) if isinstance(checkpoint, CheckpointState) else (None, checkpoint)
         if path is None and state is None:
             path = next((files[prefix + name] for name in CHECKPOINTS if prefix + name in files), None)
-        elif path is not None and not Path(path).exists():
+        elif path is not None and not exists(path):
             raise MissingFileError("no such checkpoint", path=path)
         return cls(
             folder=place,

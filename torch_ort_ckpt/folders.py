@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import CheckpointError
-from .storage import PathLike, directory_lock, fsync_directory, save_error, warn
+from .storage import PathLike, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
 
 
 class PendingFolder:
@@ -27,13 +27,13 @@ class PendingFolder:
         self.target = Path(os.path.realpath(path))
         self.identity = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.temporary = _sibling(self.target, self.identity, "new")
+        self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
         os.mkdir(self.temporary)
         self._mark = _lock(self.temporary, wait=True)
 
     def open(self, name: str) -> BinaryIO:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        file: BinaryIO = os.fdopen(os.open(self.temporary / name, flags, 0o666), "wb", buffering=0)
+        file = create_file(self.temporary / name)
         self._open.append(file)
         return file
 
@@ -52,25 +52,35 @@ class PendingFolder:
                 _check_replaceable(self.target, owns)
                 aside = _sibling(self.target, self.identity, "old")
                 os.rename(self.target, aside)
+                self.committed = True
                 if durable:
                     fsync_directory(parent)
-                os.rename(self.temporary, self.target)
-                if durable:
-                    fsync_directory(parent)
-            else:
-                os.rename(self.temporary, self.target)
-                if durable:
-                    fsync_directory(parent)
+            os.rename(self.temporary, self.target)
+            self.committed = self.in_place = True
+            if durable:
+                fsync_directory(parent)
             _remove_leftovers(self.target)
 
     def discard(self) -> None:
+        """Close what is open; remove the new folder unless it was committed. What fails here is not worth hiding an earlier error for."""
         for file in self._open:
-            file.close()
-        committed = _sibling(self.target, self.identity, "old").exists() and not self.target.exists()
-        if not committed:  # between the two renames the new folder is all there is
+            with contextlib.suppress(OSError):
+                file.close()
+        if not self.committed:  # between the two renames the new folder is all there is
             shutil.rmtree(self.temporary, ignore_errors=True)
         if self._mark is not None:
-            os.close(self._mark)
+            with contextlib.suppress(OSError):
+                os.close(self._mark)
+
+    def error(self, error: OSError, path: PathLike) -> CheckpointError:
+        """What to say of a failure: before the commit the old folder is there, after it the new one."""
+        if self.committed and not self.in_place:
+            return CheckpointError(
+                f"the new checkpoint is complete, but could not be given its name ({error.strerror or error})",
+                path=path,
+                remedy="It loads as it is; `torch-ort-ckpt verify --repair` completes the save.",
+            )
+        return (unsynced_error if self.committed else save_error)(error, path)
 
 
 @contextlib.contextmanager
@@ -91,17 +101,19 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise save_error(error, path) from error
+        raise (pending.error if pending is not None else save_error)(error, path) from error
     finally:
         if pending is not None:
             pending.discard()
 
 
-def surviving(path: PathLike) -> Path:
+def surviving(path: PathLike, *, quiet: bool = False) -> Path:
     """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
     place = Path(path)
     if os.path.lexists(place) or (found := _interrupted(place)) is None:
         return place
+    if quiet:
+        return found
     warn(f"{place}: the last save was cut short; reading {found.name}. `torch-ort-ckpt verify --repair` completes it.")
     return found
 
@@ -112,8 +124,11 @@ def repair(path: PathLike) -> bool:
     with directory_lock(target.parent):
         if os.path.lexists(target) or (found := _interrupted(target)) is None:
             return False
-        os.rename(found, target)
-        fsync_directory(target.parent)
+        try:
+            os.rename(found, target)
+            fsync_directory(target.parent)
+        except OSError as error:
+            raise save_error(error, path) from error
         _remove_leftovers(target)
     return True
 

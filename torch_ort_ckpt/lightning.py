@@ -24,6 +24,7 @@ from torch import nn
 from .bridge import from_torch, group_from_torch
 from .errors import CheckpointError, MissingDependencyError
 from .formats import save
+from .formats.safetensors import files
 from .formats.torch import parameter_names
 from .state import CheckpointState
 from .training import tree
@@ -113,8 +114,8 @@ def _callback(pl: Any) -> type:
         def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
             if trainer.is_global_zero:
                 place = Path(filepath)
-                for name in (place.name, place.name + ".data", place.stem + ".optimizer.safetensors"):
-                    _remove(place.with_name(name))
+                for part in (place, place.with_name(place.name + ".data"), *(files(place) if self.format == "safetensors" else ())):
+                    _remove(part)
 
     return OrtCheckpoint
 
