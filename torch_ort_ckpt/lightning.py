@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,8 +25,9 @@ from .errors import CheckpointError, MissingDependencyError
 from .formats import save
 from .formats.torch import parameter_names
 from .state import CheckpointState
+from .storage import warn
 from .training import tree
-from .training.directory import pending_folder
+from .training.directory import pending_folder, recover, remove
 from .training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -59,6 +59,8 @@ def _checkpoint_io(plugins: Any) -> type:
             write_lightning(checkpoint, Path(path))
 
         def load_checkpoint(self, path: Any, map_location: Any = None, **options: Any) -> dict[str, Any]:
+            if not os.path.lexists(path):
+                recover(Path(path))
             if Path(path).is_dir():
                 return read_lightning(Path(path), map_location)
             found: dict[str, Any] = plugins.TorchCheckpointIO().load_checkpoint(path, map_location, **options)
@@ -113,7 +115,8 @@ def _callback(pl: Any) -> type:
         def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
             if trainer.is_global_zero:
                 place = Path(filepath)
-                for name in (place.name, place.name + ".data", place.stem + ".optimizer.safetensors"):
+                beside = place.name + ".data" if self.format == "ort" else place.stem + ".optimizer.safetensors"
+                for name in (place.name, beside):
                     _remove(place.with_name(name))
 
     return OrtCheckpoint
@@ -140,7 +143,8 @@ def write_lightning(checkpoint: Mapping[str, Any], path: Path) -> None:
     """One of Lightning's checkpoint dictionaries as a folder: appears whole or not at all."""
     state = _state_of(checkpoint, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with pending_folder(path) as pending:
+    recover(path)
+    with pending_folder(path, asked=True) as pending:
         files = write_state(pending.path, state, durable=True)
         files |= write_tree(pending.path, SHARED, *tree.encode(dict(checkpoint), tree.labels(state)), durable=True)
         write_manifest(pending.path, int(checkpoint.get("global_step", 0)), 1, {}, files, durable=True)
@@ -182,11 +186,12 @@ def _only_graph(root: nn.Module) -> nn.Module | None:
 
 
 def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        if (reason := remove(path)) is not None:
+            warn(f"{path} stays where it is: {reason}")
+        return
     with contextlib.suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
+        os.unlink(path)
 
 
 def __getattr__(name: str) -> Any:

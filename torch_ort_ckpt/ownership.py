@@ -37,7 +37,7 @@ class MarkedFolder:
 
     def __init__(self, target: Path, suffix: str) -> None:
         while True:
-            self.identity = f"{os.getpid()}-{secrets.token_hex(4)}"
+            self.identity = new_identity()
             self.path = target.with_name(f".{target.name}.{self.identity}.{suffix}")
             os.mkdir(self.path)
             try:
@@ -54,6 +54,10 @@ class MarkedFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def new_identity() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def write_marker(folder: Path, name: str, identity: str) -> int | None:
@@ -91,8 +95,13 @@ def writer_of(folder: Path) -> Iterator[Writer]:
     except OSError:
         yield Writer.UNKNOWN
         return
+    state = _state(descriptor)
+    if state is not Writer.GONE:  # Windows, where it is never known, renames no folder that holds an open file
+        os.close(descriptor)
+        yield state
+        return
     try:
-        yield _state(descriptor)
+        yield state
     finally:
         os.close(descriptor)
 
@@ -119,6 +128,8 @@ def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> No
 def delete_folder(folder: Path, last: str = MARKER) -> None:
     """Delete a folder that is known to be ours. `last`, which proves that, goes last: a deletion that is cut short can be completed."""
     with contextlib.suppress(OSError):
+        if not _is_folder(folder):
+            return
         for name in sorted(os.listdir(folder), key=lambda name: name == last):
             place = folder / name
             if stat.S_ISDIR(os.lstat(place).st_mode):
@@ -139,6 +150,8 @@ def _is_unmarked(folder: Path) -> bool:
 def _read(folder: Path) -> str:
     """The marker's text; empty when there is none. Links are not followed, and a FIFO is not waited for."""
     try:
+        if not _is_folder(folder):
+            return ""
         descriptor = os.open(folder / MARKER, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
         return ""
@@ -150,6 +163,11 @@ def _read(folder: Path) -> str:
         return ""
     finally:
         os.close(descriptor)
+
+
+def _is_folder(place: Path) -> bool:
+    """Whether it is a folder itself: what a link leads to is not ours to judge."""
+    return stat.S_ISDIR(os.lstat(place).st_mode)
 
 
 def _state(descriptor: int) -> Writer:
