@@ -3,6 +3,9 @@
 A folder can't replace another in one rename. The new one is written and synced as `.<name>.<id>.new`; then the old one is renamed to
 `.<name>.<id>.old` (this commits) and the new one takes the name. Cut short between the two, the `.old` marks its `.new` as complete:
 `surviving` finds it for readers, `repair` finishes the save.
+
+The new folder carries a marker (see `ownership`) until the old one is gone. So leftovers can be told from what others called so: a `.new`
+is ours if its own marker says so, an `.old` if the marker of the folder in place has the same id.
 """
 
 from __future__ import annotations
@@ -10,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from .errors import CheckpointError
+from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
 from .storage import PathLike, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
 
 
@@ -25,12 +27,10 @@ class PendingFolder:
 
     def __init__(self, path: PathLike) -> None:
         self.target = Path(os.path.realpath(path))
-        self.identity = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self.temporary = _sibling(self.target, self.identity, "new")
         self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
-        os.mkdir(self.temporary)
-        self._mark = _lock(self.temporary, wait=True)
+        self._folder = MarkedFolder(self.target, "new")
+        self.identity, self.temporary = self._folder.identity, self._folder.path
 
     def open(self, name: str) -> BinaryIO:
         file = create_file(self.temporary / name)
@@ -50,12 +50,20 @@ class PendingFolder:
         with directory_lock(parent):
             if os.path.lexists(self.target):
                 _check_replaceable(self.target, owns)
+                _remove_replaced(self.target)  # proven by the marker that leaves now
                 aside = _sibling(self.target, self.identity, "old")
                 os.rename(self.target, aside)
                 self.committed = True
                 if durable:
                     fsync_directory(parent)
-            os.rename(self.temporary, self.target)
+                try:
+                    os.rename(self.temporary, self.target)
+                except OSError:
+                    os.rename(aside, self.target)
+                    self.committed = False
+                    raise
+            else:
+                os.rename(self.temporary, self.target)
             self.committed = self.in_place = True
             if durable:
                 fsync_directory(parent)
@@ -67,10 +75,8 @@ class PendingFolder:
             with contextlib.suppress(OSError):
                 file.close()
         if not self.committed:  # between the two renames the new folder is all there is
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        if self._mark is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._mark)
+            delete_folder(self.temporary)
+        self._folder.close()
 
     def error(self, error: OSError, path: PathLike) -> CheckpointError:
         """What to say of a failure: before the commit the old folder is there, after it the new one."""
@@ -138,7 +144,7 @@ def _sibling(target: Path, identity: str, kind: str) -> Path:
 
 
 def _siblings(target: Path, kind: str) -> list[Path]:
-    pattern = re.compile(re.escape(f".{target.name}.") + r"\d+-[0-9a-f]{8}" + re.escape(f".{kind}"))
+    pattern = re.compile(re.escape(f".{target.name}.") + f"({IDENTITY})" + re.escape(f".{kind}"))
     try:
         names = os.listdir(target.parent)
     except OSError:
@@ -146,38 +152,32 @@ def _siblings(target: Path, kind: str) -> list[Path]:
     return sorted(target.with_name(name) for name in names if pattern.fullmatch(name))
 
 
+def _partner(sibling: Path, kind: str) -> Path:
+    """The other folder of the same save."""
+    return sibling.with_name(sibling.name[:-3] + kind)
+
+
 def _interrupted(target: Path) -> Path | None:
     for aside in _siblings(target, "old"):
-        fresh = aside.with_name(aside.name.removesuffix("old") + "new")
+        fresh = _partner(aside, "new")
         return fresh if fresh.is_dir() else aside
     return None
 
 
 def _remove_leftovers(target: Path) -> None:
-    """What saves that were cut short left beside a folder that is in place: all that was replaced, and new ones without a living writer."""
-    for aside in _siblings(target, "old"):
-        shutil.rmtree(aside, ignore_errors=True)
+    """What saves left beside a folder that is in place: what it replaced, new ones without a living writer, and its own marker."""
+    _remove_replaced(target)
+    if identity_of(target, target.name) is not None:
+        os.unlink(target / MARKER)
     for fresh in _siblings(target, "new"):
-        mark = _lock(fresh, wait=False)
-        if mark is not None:
-            shutil.rmtree(fresh, ignore_errors=True)
-            os.close(mark)
+        delete_abandoned(fresh, target.name, partner=_partner(fresh, "old"))
 
 
-def _lock(folder: Path, wait: bool) -> int | None:
-    """Lock a folder for as long as its writer lives; None where there are no locks, or (without `wait`) someone holds it."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def _remove_replaced(target: Path) -> None:
+    """The folder that `target` replaced: the one with the id of its marker."""
+    identity = identity_of(target, target.name)
+    if identity is not None:
+        delete_folder(_sibling(target, identity, "old"))
 
 
 def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:
@@ -185,10 +185,14 @@ def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:
         raise CheckpointError(
             "a file is in the way of a checkpoint that is a folder", path=target, remedy="Remove it, or choose another name."
         )
-    foreign = sorted(name for name in os.listdir(target) if not owns(name))
+    foreign = sorted(name for name in os.listdir(target) if not owns(name) and not _is_our_marker(target, name))
     if foreign:
         raise CheckpointError(
             f"the folder holds other files than a checkpoint's ({', '.join(foreign[:3])}), which replacing it would delete",
             path=target,
             remedy="Give the checkpoint a folder of its own.",
         )
+
+
+def _is_our_marker(target: Path, name: str) -> bool:
+    return name == MARKER and identity_of(target, target.name) is not None

@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +26,9 @@ from .formats import save
 from .formats.safetensors import files
 from .formats.torch import parameter_names
 from .state import CheckpointState
+from .storage import warn
 from .training import tree
-from .training.directory import pending_folder
+from .training.directory import pending_folder, recover, remove
 from .training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -60,6 +60,8 @@ def _checkpoint_io(plugins: Any) -> type:
             write_lightning(checkpoint, Path(path))
 
         def load_checkpoint(self, path: Any, map_location: Any = None, **options: Any) -> dict[str, Any]:
+            if not os.path.lexists(path):
+                recover(Path(path))
             if Path(path).is_dir():
                 return read_lightning(Path(path), map_location)
             found: dict[str, Any] = plugins.TorchCheckpointIO().load_checkpoint(path, map_location, **options)
@@ -114,7 +116,8 @@ def _callback(pl: Any) -> type:
         def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
             if trainer.is_global_zero:
                 place = Path(filepath)
-                for part in (place, place.with_name(place.name + ".data"), *(files(place) if self.format == "safetensors" else ())):
+                beside = files(place) if self.format == "safetensors" else [place.with_name(place.name + ".data")]
+                for part in (place, *beside):
                     _remove(part)
 
     return OrtCheckpoint
@@ -141,7 +144,8 @@ def write_lightning(checkpoint: Mapping[str, Any], path: Path) -> None:
     """One of Lightning's checkpoint dictionaries as a folder: appears whole or not at all."""
     state = _state_of(checkpoint, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with pending_folder(path) as pending:
+    recover(path)
+    with pending_folder(path, asked=True) as pending:
         files = write_state(pending.path, state, durable=True)
         files |= write_tree(pending.path, SHARED, *tree.encode(dict(checkpoint), tree.labels(state)), durable=True)
         write_manifest(pending.path, int(checkpoint.get("global_step", 0)), 1, {}, files, durable=True)
@@ -183,11 +187,12 @@ def _only_graph(root: nn.Module) -> nn.Module | None:
 
 
 def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        if (reason := remove(path)) is not None:
+            warn(f"{path} stays where it is: {reason}")
+        return
     with contextlib.suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
+        os.unlink(path)
 
 
 def __getattr__(name: str) -> Any:
