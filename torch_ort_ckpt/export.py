@@ -283,7 +283,7 @@ def _generate(
     except ImportError as error:
         raise MissingDependencyError(
             f"making gradient graphs needs onnxruntime-training ({error})",
-            remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.12). `torch-ort-ckpt doctor` shows what works here.',
+            remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.13). `torch-ort-ckpt doctor` shows what works here.',
         ) from error
     from .engines.sessions import ort_errors
 
