@@ -268,6 +268,7 @@ def _add_average(subparsers: Any) -> None:
     parser.add_argument(
         "--weights", type=_parse_weights, metavar="W,W,...", help="e.g. the number of samples behind each; default: all equal"
     )
+    parser.add_argument("--skip-bad", action="store_true", help="leave out checkpoints with NaN or infinite values (else refused)")
     parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
     add_writing(parser)
 
@@ -278,7 +279,7 @@ def run_average(options: argparse.Namespace) -> int:
     if not options.overwrite and os.path.lexists(options.output):
         raise CheckpointError("exists already", path=options.output, remedy="Pass --overwrite to replace it.")
     with progress_bar("averaging", sum(map(size_of, options.paths))) as advance:
-        state = average(options.paths, options.weights, progress=advance)
+        state = average(options.paths, options.weights, skip_bad=options.skip_bad, progress=advance)
     save(state, options.output, format=target, overwrite=options.overwrite, durable=not options.no_fsync, **more)
     print_line(f"{escaped(options.output)}: average of {len(options.paths)}, {contents(state)}")
     return 0
