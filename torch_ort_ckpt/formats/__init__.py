@@ -7,7 +7,7 @@ A format module has
 - `write(state, path, *, durable, progress, **options) -> None`: the state is already reduced to what the caller asked for
   (`include_optimizer`, `include_mixed_precision`). Read-only formats have none.
 - `SUFFIXES`: what `format_for` recognises in a destination's name.
-- `READ_BY`: the ORT releases that read it, where there are any.
+- `READ_BY`: the ORT releases that read it, where there are any; `read_by(path) -> str` where that depends on what is inside.
 
 Modules are imported when first needed, so that optional packages stay optional.
 """
@@ -184,9 +184,13 @@ def format_for(path: PathLike) -> str:
     raise CheckpointError("can't tell a format from this name", path=path, remedy=f"Pass format= (--to) one of {', '.join(FORMATS)}.")
 
 
-def read_by(name: str, version: int | None = None) -> str:
-    """The ORT releases that read this format (and version of it) as it is."""
-    return str(getattr(module(name), "VERSIONS", {}).get(version) or getattr(module(name), "READ_BY", "no release of ORT"))
+def read_by(name: str, path: PathLike | None = None) -> str:
+    """The ORT releases that read this format as it is; with `path`, this very file or folder, and why not others."""
+    own = module(name)
+    if path is None or not hasattr(own, "read_by"):
+        return str(getattr(own, "READ_BY", "no release of ORT"))
+    files = _ranks(path, name) or [path]
+    return "; ".join(dict.fromkeys(str(own.read_by(surviving(file))) for file in files))
 
 
 def module(name: str) -> ModuleType:

@@ -24,6 +24,7 @@ from .fileset import IDENTITY_LENGTH, Fingerprint
 from .protobuf import Message, tensor
 
 SUFFIXES = (".onnx",)
+READ_BY = "every release of ORT as a model, none as a checkpoint"
 _GRAPH, _INITIALIZER, _BYTES = 7, 5, 2  # ModelProto.graph, GraphProto.initializer, the wire type of messages
 _EXTERNAL_ABOVE = 1800 << 20  # protobuf stops at 2 GiB
 _EXTERNAL_FROM = 1024
