@@ -114,6 +114,7 @@ class TrainingSession:
                 weights.setdefault(base, value.to(masters[base].dtype))
             else:
                 moments[name] = value
+        self.model.refuse_computed(weights)
         for name, value in weights.items():
             masters[name].copy_(value)
         self.model.mark_filled(weights)
@@ -156,6 +157,7 @@ class TrainingSession:
                 f"the buffer has {flat.numel()} elements of {flat.dtype}, the model {self.get_parameters_size(trainable_only)} float32",
                 remedy="Make it with get_contiguous_parameters(trainable_only=...) of the same model.",
             )
+        self.model.refuse_computed(self._buffer_names(trainable_only))
         for tensor, piece in zip(tensors, torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
         self.model.mark_filled(self._buffer_names(trainable_only))
