@@ -28,6 +28,7 @@ from ..graphs import (
     refuse_crashes,
     unbias_statistics,
 )
+from ..storage import warn
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
 from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, scale, spent
@@ -45,6 +46,7 @@ class OrtEngine:
         self._lock = threading.RLock()
         self._training: _TrainingGraph | None = None
         self._eval: _EvalGraph | None = None
+        self._told_of_autocast = False
         if options.device.type == "cuda":
             device = cuda.check(options.device, import_onnxruntime().get_available_providers())
             self.options = dataclasses.replace(options, device=device)
@@ -78,12 +80,22 @@ class OrtEngine:
         return graph.execute(buffer.binding, inputs, parameters, seed), gradients
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        self._notice_autocast()
         with self._lock:
             if self._eval is None:
                 self._eval = _EvalGraph(self.artifacts, self.options)
         return self._eval.run(inputs, parameters)
 
+    def _notice_autocast(self) -> None:
+        if not self._told_of_autocast and torch.is_autocast_enabled(self.options.device.type):
+            self._told_of_autocast = True
+            warn(
+                'torch.autocast has no effect on engine "ort": the graph computes in the precision it was exported with. '
+                'Use engine="torch", or export the artifacts in half precision.'
+            )
+
     def training_graph(self) -> _TrainingGraph:
+        self._notice_autocast()
         if self._training is None:
             with self._lock:
                 if self._training is None:

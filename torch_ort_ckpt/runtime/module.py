@@ -271,6 +271,11 @@ class OrtModule(nn.Module):
                 )
         return tensors
 
+    @torch.no_grad()
+    def _detach_computed(self) -> None:
+        """Parameters computed by hooks, as leaves: PyTorch copies no other tensors."""
+        refresh_values([self, *self._hooked])
+
     def _norms(self) -> list[BatchNorm]:
         return batch_norms(self.artifacts.training) if self.artifacts.training is not None else []
 
@@ -323,6 +328,7 @@ class OrtModule(nn.Module):
                 "session_options can't be pickled: the copy runs with ONNX Runtime's defaults. Where they matter (custom operators), "
                 "make OrtModule(artifacts, session_options=...) anew and load the state dict; copy.deepcopy keeps them."
             )
+        self._detach_computed()
         options = dataclasses.replace(self._options, session_options=None)
         return {**self.__dict__, "_engine": None, "_options": options}
 
@@ -332,6 +338,7 @@ class OrtModule(nn.Module):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OrtModule:
+        self._detach_computed()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo[id(self._options)] = self._options  # never changed; the session options in it can't be copied

@@ -65,7 +65,7 @@ def compute_values(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for hook in list(module._forward_pre_hooks.values()):
             if computes_values(hook):
-                hook(module, ())  # type: ignore[call-arg, arg-type]  # these hooks have the older signature
+                hook(module, ())
 
 
 def refresh_values(modules: Iterable[nn.Module]) -> None:

@@ -198,6 +198,7 @@ class TrainingSession:
     def _moments(self) -> dict[str, dict[str, torch.Tensor]]:
         if self.optimizer is None or not MOMENTS[self.optimizer.spec.kind]:
             return {}
+        self.model.refuse_computed(self.artifacts.trainable)
         self.optimizer.create_moments()
         found = {}
         for name, parameter in self.model.named_trainable().items():
