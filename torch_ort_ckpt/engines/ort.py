@@ -12,7 +12,6 @@ from typing import Any
 
 import onnx
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..artifacts import Artifacts
 from ..errors import MissingFileError, UnsupportedError
@@ -31,7 +30,7 @@ from ..graphs import (
 from ..storage import warn
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
-from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, scale, spent
+from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, refuse_second_derivative, scale, spent
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 
 
@@ -111,19 +110,15 @@ class _Gradients(torch.autograd.Function):
         ctx.buffer, ctx.lease, outputs = graph.run(inputs, parameters, seed)
         ctx.buffer.drop_steady_views()
         ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable[: len(graph.trainable)]]
-        ctx.input_gradients = [outputs[position] for _, position in graph.input_gradients]
+        if graph.input_gradients:  # saved, so that PyTorch notices if the user has changed these outputs before the backward
+            ctx.save_for_backward(*(outputs[position] for _, position in graph.input_gradients))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must be refused when it is asked for
-            return once_differentiable(_Gradients.hand_out)(ctx, *gradients)
-        return _Gradients.hand_out(ctx, *gradients)
-
-    @staticmethod
-    def hand_out(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
+        refuse_second_derivative('Use engine="torch", which computes it.')
         needed = ctx.needs_input_grad[4:]
         if grad_loss is None:
             return (None, None, None, None, *(None for _ in needed))
@@ -140,8 +135,8 @@ class _Gradients(torch.autograd.Function):
         else:  # half-precision gradients: to the masters' precision first, where a loss scale does not overflow
             gradients = [gradient.to(dtype) for gradient, dtype in zip(buffer.views(flats), ctx.dtypes, strict=True)]
             scale(gradients, grad_loss)
-        if ctx.input_gradients:
-            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.input_gradients)]
+        if len(needed) > len(gradients):
+            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.saved_tensors)]
         if not all(needed):
             gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.

@@ -217,8 +217,8 @@ class OrtModule(nn.Module):
         self._unfilled = {name for kind in self.names.values() for name in kind} if state.nominal else set()
         order = {name: index for index, name in enumerate(specs)}
         self._trainable = [order[name] for name in self.artifacts.trainable]
-        chosen = set(self._trainable)
-        self._frozen = [index for index in range(len(specs)) if index not in chosen]
+        frozen = set(range(len(specs))) - set(self._trainable) if self.artifacts.training_path is not None else ()
+        self._frozen = sorted(frozen)
         slots = self._slots_side_by_side(state)
         for kind, values in (("trainable", state.trainable), ("frozen", state.frozen)):
             for name, value in values.items():

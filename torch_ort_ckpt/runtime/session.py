@@ -33,7 +33,8 @@ class TrainingSession:
     ) -> None:
         self.model = OrtModule(artifacts, device, **options)
         self.artifacts = self.model.artifacts
-        self.optimizer = OrtOptimizer(self.model, fused=fused) if self.artifacts.optimizer_path is not None else None
+        trains = self.artifacts.optimizer_path is not None and self.artifacts.training_path is not None
+        self.optimizer = OrtOptimizer(self.model, fused=fused) if trains else None
         self.scheduler: Any = None
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,9 +171,8 @@ class TrainingSession:
 
     def _optimizer(self) -> OrtOptimizer:
         if self.optimizer is None:
-            raise CheckpointError(
-                "the artifacts have no optimizer_model", path=self.artifacts.folder, remedy="Export one, or use torch.optim."
-            )
+            lacking = "optimizer_model" if self.artifacts.optimizer_path is None else "training_model"
+            raise CheckpointError(f"the artifacts have no {lacking}", path=self.artifacts.folder, remedy="Export one, or use torch.optim.")
         return self.optimizer
 
     def _buffer_order(self, trainable_only: bool) -> list[torch.Tensor]:

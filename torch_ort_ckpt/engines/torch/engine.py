@@ -13,14 +13,13 @@ from typing import Any
 
 import onnx
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...artifacts import Artifacts
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
-from ..gradients import keeps_graph, scale, spent
+from ..gradients import keeps_graph, refuse_second_derivative, scale, spent
 from .translate import Translation, translate
 
 
@@ -112,8 +111,8 @@ class _AtOnce(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        refuse_second_derivative("Use compile=False.")
         if ctx.gradients is None:
             raise spent()
         if keeps_graph():
