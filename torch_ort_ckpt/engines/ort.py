@@ -12,7 +12,6 @@ from typing import Any
 
 import onnx
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..artifacts import Artifacts
 from ..errors import MissingFileError, UnsupportedError
@@ -28,9 +27,10 @@ from ..graphs import (
     refuse_crashes,
     unbias_statistics,
 )
+from ..storage import warn
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
-from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, scale, spent
+from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, refuse_second_derivative, scale, spent
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 
 
@@ -45,6 +45,7 @@ class OrtEngine:
         self._lock = threading.RLock()
         self._training: _TrainingGraph | None = None
         self._eval: _EvalGraph | None = None
+        self._told_of_autocast = False
         if options.device.type == "cuda":
             device = cuda.check(options.device, import_onnxruntime().get_available_providers())
             self.options = dataclasses.replace(options, device=device)
@@ -78,12 +79,22 @@ class OrtEngine:
         return graph.execute(buffer.binding, inputs, parameters, seed), gradients
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        self._notice_autocast()
         with self._lock:
             if self._eval is None:
                 self._eval = _EvalGraph(self.artifacts, self.options)
         return self._eval.run(inputs, parameters)
 
+    def _notice_autocast(self) -> None:
+        if not self._told_of_autocast and torch.is_autocast_enabled(self.options.device.type):
+            self._told_of_autocast = True
+            warn(
+                'torch.autocast has no effect on engine "ort": the graph computes in the precision it was exported with. '
+                'Use engine="torch", or export the artifacts in half precision.'
+            )
+
     def training_graph(self) -> _TrainingGraph:
+        self._notice_autocast()
         if self._training is None:
             with self._lock:
                 if self._training is None:
@@ -99,19 +110,15 @@ class _Gradients(torch.autograd.Function):
         ctx.buffer, ctx.lease, outputs = graph.run(inputs, parameters, seed)
         ctx.buffer.drop_steady_views()
         ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable[: len(graph.trainable)]]
-        ctx.input_gradients = [outputs[position] for _, position in graph.input_gradients]
+        if graph.input_gradients:  # saved, so that PyTorch notices if the user has changed these outputs before the backward
+            ctx.save_for_backward(*(outputs[position] for _, position in graph.input_gradients))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must be refused when it is asked for
-            return once_differentiable(_Gradients.hand_out)(ctx, *gradients)
-        return _Gradients.hand_out(ctx, *gradients)
-
-    @staticmethod
-    def hand_out(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
+        refuse_second_derivative('Use engine="torch", which computes it.')
         needed = ctx.needs_input_grad[4:]
         if grad_loss is None:
             return (None, None, None, None, *(None for _ in needed))
@@ -128,8 +135,8 @@ class _Gradients(torch.autograd.Function):
         else:  # half-precision gradients: to the masters' precision first, where a loss scale does not overflow
             gradients = [gradient.to(dtype) for gradient, dtype in zip(buffer.views(flats), ctx.dtypes, strict=True)]
             scale(gradients, grad_loss)
-        if ctx.input_gradients:
-            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.input_gradients)]
+        if len(needed) > len(gradients):
+            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.saved_tensors)]
         if not all(needed):
             gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.

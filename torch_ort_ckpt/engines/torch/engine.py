@@ -13,14 +13,13 @@ from typing import Any
 
 import onnx
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...artifacts import Artifacts
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
-from ..gradients import keeps_graph, scale, spent
+from ..gradients import keeps_graph, refuse_second_derivative, scale, spent
 from .translate import Translation, translate
 
 
@@ -112,8 +111,8 @@ class _AtOnce(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        refuse_second_derivative("Use compile=False.")
         if ctx.gradients is None:
             raise spent()
         if keeps_graph():
@@ -151,9 +150,13 @@ class TorchGraph:
     parameters: list[tuple[int, torch.dtype | None]]
     """Place among the artifacts' parameters, and the type of a half-precision alias."""
     run: Callable[..., Any]
+    borrowed: list[int]
+    """Outputs that may be views of an argument: they are copied, as a result must not change when the argument does."""
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         outputs: tuple[torch.Tensor, ...] = self.run(*self.arguments(inputs, parameters))
+        if self.borrowed:
+            return tuple(output.clone() if place in self.borrowed else output for place, output in enumerate(outputs))
         return outputs
 
     def plain(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
@@ -187,7 +190,25 @@ def make_graph(artifacts: Artifacts, options: EngineOptions, *, training: bool) 
     ]
     # GraphModule.__call__ only adds a traceback on errors; the forward itself is the function.
     run: Callable[..., Any] = torch.compile(translation.module) if options.compile else translation.module.forward
-    return TorchGraph(translation, [places[name] for name in translation.inputs], parameters, run)
+    return TorchGraph(translation, [places[name] for name in translation.inputs], parameters, run, borrowed_outputs(model.graph, outputs))
+
+
+_MAY_BE_VIEWS = frozenset(
+    {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Split", "Expand", "Gather"}
+    | {"Cast", "CastLike", "Dropout", "Concat", "Sum", "Max", "Min", "Mean", "Pad", "Tile", "Clip"}
+)
+
+
+def borrowed_outputs(graph: onnx.GraphProto, outputs: list[str]) -> list[int]:
+    """Which outputs may lie in the memory of one of the graph's inputs."""
+    producers = {name: node for node in graph.node for name in node.output}
+    found = []
+    for place, name in enumerate(outputs):
+        while name in producers and producers[name].op_type in _MAY_BE_VIEWS and producers[name].input:
+            name = producers[name].input[0]
+        if name not in producers:
+            found.append(place)
+    return found
 
 
 def _with_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
