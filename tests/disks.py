@@ -6,6 +6,7 @@ After each the old or the new state must load, and an error must have been raise
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -165,6 +166,20 @@ def every_level(folder: Path, variant: str, size: int, texts: bool, levels: int,
     answer.write_text(json.dumps(found))
 
 
+def many_datasets(folder: Path, answer: Path) -> None:
+    """An HDF5 file of many datasets, whose bookkeeping is written all over the file; some of the writes fail."""
+    old = toc.CheckpointState(trainable={f"w{number}": torch.full((3,), float(number)) for number in range(300)})
+    new = toc.CheckpointState(trainable={name: value + 1 for name, value in old.trainable.items()})
+    path = folder / "c.ortcp"
+    toc.save(old, path)
+    found = []
+    for number in (*range(2, 400, 67), 10**9):
+        hit: list[str] = []
+        found.append(outcome(path, "ortcp", old, new, fault=failing(number, errno.ENOSPC, hit, ("write", "lseek", "ftruncate"))))
+        assert bool(hit) == (number < 10**9)
+    answer.write_text(json.dumps(found))
+
+
 def free_pages(folder: Path) -> int:
     return os.statvfs(folder).f_bavail
 
@@ -173,9 +188,9 @@ CALLS = ("open", "write", "fsync", "replace", "rename", "mkdir", "rmdir", "unlin
 
 
 @contextlib.contextmanager
-def failing(number: int, code: int, hit: list[str]) -> Iterator[None]:
+def failing(number: int, code: int, hit: list[str], calls: tuple[str, ...] = CALLS) -> Iterator[None]:
     """The `number`-th of these calls fails; `hit` gets its name."""
-    real = {name: getattr(os, name) for name in CALLS}
+    real = {name: getattr(os, name) for name in calls}
     counter = itertools.count(1)
 
     def wrapped(name: str) -> Any:
@@ -189,7 +204,7 @@ def failing(number: int, code: int, hit: list[str]) -> Iterator[None]:
 
         return call
 
-    for name in CALLS:
+    for name in calls:
         setattr(os, name, wrapped(name))
     try:
         yield

@@ -7,8 +7,8 @@ with `onnx`, so that everything else in it stays as it is.
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,10 +17,11 @@ import torch
 
 from ..dtypes import ONNX_FROM_TORCH, STRING
 from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from ..hashing import Hasher, file_hash
 from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, Value, is_string, nbytes
 from ..storage import FileBuffer, PathLike, Progress, directory_lock, padding, pending_file, tensor_bytes, warn, write_tensor
-from .fileset import IDENTITY_LENGTH, Fingerprint
+from .fileset import IDENTITY_LENGTH
 from .protobuf import Message, tensor
 
 SUFFIXES = (".onnx",)
@@ -154,7 +155,7 @@ def write_model(
             if pending is not None:
                 pending.finish(durable)
         with directory_lock(target.parent):
-            known = place is not None and os.path.lexists(place)
+            known, older = place is not None and os.path.lexists(place), _older_data(target, place)
             try:
                 if data is not None:
                     data.commit(durable, place)
@@ -164,30 +165,36 @@ def write_model(
                     with contextlib.suppress(OSError):
                         os.unlink(place)
                 raise
-            _remove_older_data(target, place)
+            for file in older:
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
 
 
 def _write_data(file: BinaryIO, outside: Sequence[tuple[Any, torch.Tensor]], progress: Progress | None) -> str:
     """Write the tensors, tell their initializers where, and return the hash of it all."""
-    fingerprint, end = Fingerprint(), 0
+    hasher, end = Hasher(), 0
     for item, value in outside:
-        end += file.write(bytes(padding(end)))
+        gap = bytes(padding(end))
+        hasher.update(gap)
+        end += file.write(gap)
         _clear(item)
         item.data_location = 1
         for key, text in (("offset", str(end)), ("length", str(nbytes(value)))):
             item.external_data.add(key=key, value=text)
         end += write_tensor(file, value, progress)
-        fingerprint.update(value)
-    return fingerprint.identity()
+        hasher.update_tensor(value)
+    return hasher.hex()
 
 
-def _remove_older_data(target: Path, place: Path | None) -> None:
-    """The data files of earlier saves of this model."""
-    for older in target.parent.glob(f"{glob.escape(target.name)}.*.data"):
-        middle = older.name.removeprefix(f"{target.name}.").removesuffix(".data")
-        if older != place and len(middle) == IDENTITY_LENGTH and not middle.strip("0123456789abcdef"):
-            with contextlib.suppress(OSError):
-                older.unlink()
+def _older_data(target: Path, place: Path | None) -> list[Path]:
+    """The data files of earlier saves of this model: those that the model now there names, and those whose content has their name."""
+    pattern = re.compile(re.escape(target.name) + rf"\.([0-9a-f]{{{IDENTITY_LENGTH}}})\.data")
+    try:
+        found = {file: name for file in target.parent.iterdir() if file != place and (name := pattern.fullmatch(file.name))}
+        model = FileBuffer(target).data if found and os.path.isfile(target) else b""
+        return [file for file, name in found.items() if model.find(os.fsencode(file.name)) >= 0 or file_hash(file) == name[1]]
+    except (OSError, CheckpointError):  # nothing is removed then
+        return []
 
 
 def _parse(path: PathLike) -> Any:
