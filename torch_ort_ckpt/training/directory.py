@@ -179,6 +179,8 @@ def recover(target: Path) -> None:
                 continue
         delete_abandoned(place, target.name)
     for place in _leftovers(target, "old"):
+        with contextlib.suppress(OSError):
+            os.rmdir(place)  # its deletion lacked only this
         gone = not os.path.lexists(place / MANIFEST)
         if not _promote(place, target) and (gone or os.path.lexists(target)) and why_kept(place, target.name) is None:
             _delete(place)
