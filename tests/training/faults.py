@@ -1,7 +1,8 @@
 """Fault scenarios in processes of their own: `python -m tests.training.faults SCENARIO DIRECTORY [COUNT LOCKS]` prints one JSON line.
 
 kill: a training that saves at every update, killed at random operations again and again. matrix: single saves and start-ups, killed at
-every COUNT-th operation. full: saves until a small file system is full. denied: saves into a directory that refuses writing.
+every COUNT-th operation and every rename. full: saves until a small file system is full.
+denied: saves into a directory that refuses writing.
 
 LOCKS is "flock", "refused" (as some network file systems do) or "none" (as on Windows).
 """
@@ -75,7 +76,7 @@ def kill(directory: Path, count: int, locks: str) -> dict[str, Any]:
     generator = random.Random(count)
     newest = interrupted = lost = 0
     for number in range(count):
-        saved, _ = forked(partial(train, directory, newest + 4, number % 2 == 1), generator.randrange(1, 200))
+        saved = forked(partial(train, directory, newest + 4, number % 2 == 1), generator.randrange(1, 200))
         found = list(directory.iterdir()) if directory.exists() else []
         interrupted += any(place.suffix in (".tmp", ".old") for place in found)
         for place in found:
@@ -83,7 +84,7 @@ def kill(directory: Path, count: int, locks: str) -> dict[str, Any]:
                 read_entry(place).verify()
         with quiet():
             after = max((entry.step for entry in toc.CheckpointManager(directory).list()), default=0)
-        lost += after < max(newest, saved)
+        lost += after < max([newest, *saved])
         newest = after
     end = newest + 3
     with warnings.catch_warnings():
@@ -102,16 +103,23 @@ def matrix(root: Path, stride: int, locks: str) -> dict[str, Any]:
     for kind in ("replace", "rotate", "first", "start between renames", "start beside a replaced one", "lightning"):
         template, place, found = root / "template", root / "place", []
         prepare(template, kind)
-        for operation in itertools.count(1, stride):
+        for operation in operations(template, place, kind, stride):
             shutil.copytree(template, place)
-            _, killed = forked(partial(act, place, kind), operation)
+            forked(partial(act, place, kind), operation)
             found.append(look(place, kind))
             shutil.rmtree(place)
-            if not killed:
-                break
         shutil.rmtree(template)
         answer[kind] = found
     return answer
+
+
+def operations(template: Path, place: Path, kind: str, stride: int) -> list[int]:
+    """At which operations to kill: every `stride`-th, every rename and what follows it, and beyond the last one, which is not killed."""
+    shutil.copytree(template, place)
+    done = forked(partial(act, place, kind), 1 << 30, journal=True)
+    shutil.rmtree(place)
+    renames = [number for number, name in enumerate(done, start=1) if WATCHED[name] == "rename"]
+    return sorted({*range(1, len(done), stride), *renames, *(number + 1 for number in renames), len(done) + 1})
 
 
 def prepare(folder: Path, kind: str) -> None:
@@ -185,16 +193,16 @@ WATCHED = ("open", "write", "mkdir", "rename", "replace", "unlink", "rmdir", "fs
 REAL_WRITE = os.write
 
 
-def forked(action: Callable[[int], Any], operation: int) -> tuple[int, bool]:
-    """Run `action` in a fork that is killed before its n-th operation that changes the file system. Returns the last number that it
-    wrote to the pipe it was given (or 0), and whether it was killed."""
+def forked(action: Callable[[int], Any], operation: int, journal: bool = False) -> list[int]:
+    """Run `action` in a fork that is killed before its n-th operation that changes the file system. Returns the numbers written to the
+    pipe that it is given: by itself, or (`journal`) for each operation its place in `WATCHED`."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         code = 1
         try:
             os.close(reader)
-            die_at(operation)
+            die_at(operation, writer if journal else None)
             with quiet():
                 action(writer)
             code = 0
@@ -207,18 +215,21 @@ def forked(action: Callable[[int], Any], operation: int) -> tuple[int, bool]:
         numbers = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, -signal.SIGKILL), code
-    return int(struct.unpack("<I", numbers[-4:])[0]) if numbers else 0, code != 0
+    return [number for (number,) in struct.iter_unpack("<I", numbers)]
 
 
-def die_at(last: int) -> None:
+def die_at(last: int, journal: int | None) -> None:
     counter = itertools.count(1)
     changing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
     def wrapped(name: str, real: Any) -> Any:
         def call(*args: Any, **more: Any) -> Any:
-            counts = name != "open" or args[1] & changing
-            if counts and next(counter) == last:
+            if name == "open" and not args[1] & changing:
+                return real(*args, **more)
+            if next(counter) == last:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if journal is not None:
+                REAL_WRITE(journal, struct.pack("<I", WATCHED.index(name)))
             return real(*args, **more)
 
         return call
