@@ -11,7 +11,7 @@ import onnx
 import torch
 
 from .errors import CheckpointError, MissingFileError, UnsupportedError
-from .formats import detect, load
+from .formats import detect, exists, load
 from .graphs import (
     ACCUMULATION_BUFFER,
     ACCUMULATION_OUTPUT,
@@ -85,7 +85,7 @@ class Artifacts:
         state, path = (checkpoint, None) if isinstance(checkpoint, CheckpointState) else (None, checkpoint)
         if path is None and state is None:
             path = next((place / (prefix + name) for name in CHECKPOINTS if (place / (prefix + name)).exists()), None)
-        elif path is not None and not Path(path).exists():
+        elif path is not None and not exists(path):
             raise MissingFileError("no such checkpoint", path=path)
         return cls(
             folder=place,

@@ -70,7 +70,7 @@ def demo(folder: Path) -> Iterator[Row]:
     gap = max(abs(a - b) for a, b in zip(here, there, strict=True))
     yield Row("the same steps", "ONNX Runtime", "trained_on", f"loss {there[0]:.4f} -> {there[-1]:.4f}, largest gap {gap:.0e}")
 
-    save(from_torch(model, optimizer, like=state), folder / "from_pytorch")
+    save(from_torch(model, optimizer, like=state), folder / "from_pytorch", format="ort")
     final = train_with_ort(folder, folder / "from_pytorch", folder / "final", inputs, labels)
     shows = f"loss {final[0]:.4f} -> {final[-1]:.4f}, step {load(folder / 'final').step}"
     yield Row(f"take PyTorch's result on, {STEPS} steps", "ONNX Runtime", "from_pytorch -> final", shows)

@@ -97,9 +97,9 @@ def export_artifacts(
             names.append(f"{prefix}optimizer_model.onnx")
         tell("writing the artifacts")
         state = _state(module, trainable, set(fixed))
-        save(state, place / f"{prefix}checkpoint")
+        save(state, place / f"{prefix}checkpoint", format="ort")
         if nominal:
-            save(_nominal(state), place / f"{prefix}nominal_checkpoint")
+            save(_nominal(state), place / f"{prefix}nominal_checkpoint", format="ort")
         for name in names:
             os.replace(Path(temporary) / name, place / name)
     return Artifacts.load(place, prefix=prefix)

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from .errors import CheckpointError
 from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
-from .storage import PathLike, directory_lock, fsync_directory, save_error, warn
+from .storage import PathLike, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
 
 
 class PendingFolder:
@@ -27,14 +27,13 @@ class PendingFolder:
 
     def __init__(self, path: PathLike) -> None:
         self.target = Path(os.path.realpath(path))
-        self.committed = False
+        self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
         self._folder = MarkedFolder(self.target, "new")
         self.identity, self.temporary = self._folder.identity, self._folder.path
 
     def open(self, name: str) -> BinaryIO:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        file: BinaryIO = os.fdopen(os.open(self.temporary / name, flags, 0o666), "wb", buffering=0)
+        file = create_file(self.temporary / name)
         self._open.append(file)
         return file
 
@@ -49,32 +48,46 @@ class PendingFolder:
     def commit(self, durable: bool, owns: Callable[[str], bool]) -> None:
         parent = self.target.parent
         with directory_lock(parent):
+            aside: Path | None = None
             if os.path.lexists(self.target):
                 _check_replaceable(self.target, owns)
                 _remove_replaced(self.target)  # proven by the marker that leaves now
                 aside = _sibling(self.target, self.identity, "old")
                 os.rename(self.target, aside)
-                if durable:
+                self.committed = True
+            try:
+                if durable and aside is not None:
                     fsync_directory(parent)
-                try:
-                    os.rename(self.temporary, self.target)
-                except OSError:
-                    os.rename(aside, self.target)
-                    raise
-            else:
                 os.rename(self.temporary, self.target)
-            self.committed = True
+            except OSError:
+                if aside is not None:
+                    os.rename(aside, self.target)
+                    self.committed = False
+                raise
+            self.committed = self.in_place = True
             if durable:
                 fsync_directory(parent)
             _remove_leftovers(self.target)
 
     def discard(self) -> None:
+        """Close what is open; remove the new folder unless it was committed. What fails here is not worth hiding an earlier error for."""
         for file in self._open:
-            file.close()
-        between = _sibling(self.target, self.identity, "old").exists() and not self.target.exists()
-        if not self.committed and not between:  # between the two renames the new folder is all there is
+            with contextlib.suppress(OSError):
+                file.close()
+        if not self.committed:  # between the two renames the new folder is all there is
             delete_folder(self.temporary)
-        self._folder.close()
+        with contextlib.suppress(OSError):
+            self._folder.close()
+
+    def error(self, error: OSError, path: PathLike) -> CheckpointError:
+        """What to say of a failure: before the commit the old folder is there, after it the new one."""
+        if self.committed and not self.in_place:
+            return CheckpointError(
+                f"the new checkpoint is complete, but could not be given its name ({error.strerror or error})",
+                path=path,
+                remedy="It loads as it is; `torch-ort-ckpt verify --repair` completes the save.",
+            )
+        return (unsynced_error if self.committed else save_error)(error, path)
 
 
 @contextlib.contextmanager
@@ -95,21 +108,19 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        if pending is not None and pending.committed:
-            raise CheckpointError(
-                f"the new folder is in place, but may not outlast a power failure ({error.strerror})", path=path
-            ) from error
-        raise save_error(error, path) from error
+        raise (pending.error if pending is not None else save_error)(error, path) from error
     finally:
         if pending is not None:
             pending.discard()
 
 
-def surviving(path: PathLike) -> Path:
+def surviving(path: PathLike, *, quiet: bool = False) -> Path:
     """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
     place = Path(path)
     if os.path.lexists(place) or (found := _interrupted(place)) is None:
         return place
+    if quiet:
+        return found
     warn(f"{place}: the last save was cut short; reading {found.name}. `torch-ort-ckpt verify --repair` completes it.")
     return found
 
@@ -120,8 +131,11 @@ def repair(path: PathLike) -> bool:
     with directory_lock(target.parent):
         if os.path.lexists(target) or (found := _interrupted(target)) is None:
             return False
-        os.rename(found, target)
-        fsync_directory(target.parent)
+        try:
+            os.rename(found, target)
+            fsync_directory(target.parent)
+        except OSError as error:
+            raise save_error(error, path) from error
         _remove_leftovers(target)
     return True
 

@@ -23,6 +23,7 @@ from torch import nn
 from .bridge import from_torch, group_from_torch
 from .errors import CheckpointError, MissingDependencyError
 from .formats import save
+from .formats.safetensors import files
 from .formats.torch import parameter_names
 from .state import CheckpointState
 from .storage import warn
@@ -115,9 +116,9 @@ def _callback(pl: Any) -> type:
         def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
             if trainer.is_global_zero:
                 place = Path(filepath)
-                beside = place.name + ".data" if self.format == "ort" else place.stem + ".optimizer.safetensors"
-                for name in (place.name, beside):
-                    _remove(place.with_name(name))
+                beside = [place.with_name(place.name + ".data")] if self.format == "ort" else files(place)
+                for part in (place, *beside):
+                    _remove(part)
 
     return OrtCheckpoint
 

@@ -17,7 +17,7 @@ from ..comparison import diff
 from ..conversion import convert
 from ..dtypes import TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, MissingFileError
-from ..formats import FORMATS, WRITABLE, detect, format_for, save
+from ..formats import FORMATS, WRITABLE, detect, exists, format_for, save
 from ..integrity import verify
 from ..state import CheckpointState, format_bytes
 from ..storage import warn
@@ -275,7 +275,7 @@ def _add_average(subparsers: Any) -> None:
 def run_average(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.output)
     more = writing_options(options, target)
-    if not options.overwrite and os.path.lexists(options.output):
+    if not options.overwrite and exists(options.output):
         raise CheckpointError("exists already", path=options.output, remedy="Pass --overwrite to replace it.")
     with progress_bar("averaging", sum(map(size_of, options.paths))) as advance:
         state = average(options.paths, options.weights, progress=advance)

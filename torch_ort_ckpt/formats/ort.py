@@ -286,7 +286,7 @@ def _write_pair(path: Path, layout: Layout, plan: _Plan, durable: bool, progress
         data.file.write(sidecar.seal(identity))
         _write_layout(main.file, layout, None)
         main.file.write(bytes(padding(layout.size)) + sidecar.seal(identity))
-        commit(main, [data], identity, durable)
+        commit(main, [data], identity, durable, sidecar.identity_at)
 
 
 def _write_layout(file: BinaryIO, layout: Layout, progress: Progress | None) -> None:
