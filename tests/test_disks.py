@@ -91,8 +91,7 @@ def test_short_writes_are_continued(variant: str, texts: bool, limit: int, tmp_p
     path = prepare(tmp_path / "c", variant, old)
     with short_writes(limit) as taken:
         assert outcome(path, variant, old, new) == "new"
-    assert max(taken, default=limit) == limit
-    assert taken or variant == "dcp"  # PyTorch writes those files, through Python's buffers
+    assert max(taken) == limit or variant == "dcp"  # PyTorch writes those files, through Python's buffers; ours is only the marker
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "dcp"])

@@ -60,7 +60,7 @@ def interrupted(path: Path) -> None:
     os.rename(path, path.with_name(f".{path.name}.123-0123abcd.old"))
     lock = ownership.write_marker(path.with_name(f".{path.name}.123-0123abcd.new"), path.name, "123-0123abcd")
     if lock is not None:
-        os.close(lock)
+        lock.close()
 
 
 def test_an_interrupted_save_is_read_with_a_warning_and_repaired_by_verify(tmp_path: Path) -> None:
@@ -136,7 +136,9 @@ def test_a_marker_made_for_another_name_proves_nothing(tmp_path: Path) -> None:
     toc.save(old(), tmp_path / "c", format="runner")
     theirs = tmp_path / ".c.123-0123abcd.new"
     theirs.mkdir()
-    os.close(ownership.write_marker(theirs, "other", "123-0123abcd") or -1)
+    lock = ownership.write_marker(theirs, "other", "123-0123abcd")
+    if lock is not None:
+        lock.close()
     toc.save(new(), tmp_path / "c", format="runner")
     assert theirs.is_dir()
 
@@ -177,7 +179,7 @@ def test_a_failure_after_the_commit_says_that_the_new_folder_is_there(tmp_path: 
         sync(folder)
 
     monkeypatch.setattr(folders, "fsync_directory", fail)
-    with pytest.raises(toc.CheckpointError, match="the new folder is in place"):
+    with pytest.raises(toc.CheckpointError, match="the new file is in place"):
         toc.save(new(), path, format="runner")
     assert toc.load(path) == new()
 

@@ -48,22 +48,22 @@ class PendingFolder:
     def commit(self, durable: bool, owns: Callable[[str], bool]) -> None:
         parent = self.target.parent
         with directory_lock(parent):
+            aside: Path | None = None
             if os.path.lexists(self.target):
                 _check_replaceable(self.target, owns)
                 _remove_replaced(self.target)  # proven by the marker that leaves now
                 aside = _sibling(self.target, self.identity, "old")
                 os.rename(self.target, aside)
                 self.committed = True
-                if durable:
+            try:
+                if durable and aside is not None:
                     fsync_directory(parent)
-                try:
-                    os.rename(self.temporary, self.target)
-                except OSError:
+                os.rename(self.temporary, self.target)
+            except OSError:
+                if aside is not None:
                     os.rename(aside, self.target)
                     self.committed = False
-                    raise
-            else:
-                os.rename(self.temporary, self.target)
+                raise
             self.committed = self.in_place = True
             if durable:
                 fsync_directory(parent)
@@ -76,7 +76,8 @@ class PendingFolder:
                 file.close()
         if not self.committed:  # between the two renames the new folder is all there is
             delete_folder(self.temporary)
-        self._folder.close()
+        with contextlib.suppress(OSError):
+            self._folder.close()
 
     def error(self, error: OSError, path: PathLike) -> CheckpointError:
         """What to say of a failure: before the commit the old folder is there, after it the new one."""

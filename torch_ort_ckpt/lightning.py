@@ -116,7 +116,7 @@ def _callback(pl: Any) -> type:
         def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
             if trainer.is_global_zero:
                 place = Path(filepath)
-                beside = files(place) if self.format == "safetensors" else [place.with_name(place.name + ".data")]
+                beside = [place.with_name(place.name + ".data")] if self.format == "ort" else files(place)
                 for part in (place, *beside):
                     _remove(part)
 

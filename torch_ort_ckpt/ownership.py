@@ -16,6 +16,9 @@ import stat
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from typing import BinaryIO
+
+from .storage import create_file
 
 MARKER = ".torch-ort-ckpt"
 _HEAD = "Made by torch-ort-ckpt, which deletes this folder when it is no longer needed."
@@ -52,7 +55,7 @@ class MarkedFolder:
     def close(self) -> None:
         """Let go of the lock."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
 
@@ -60,23 +63,20 @@ def new_identity() -> str:
     return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def write_marker(folder: Path, name: str, identity: str) -> int | None:
-    """Mark `folder` as made for the name `name`. Returns the locked marker's descriptor, None where there are no locks."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(folder / MARKER, flags, 0o666)
-    content = f"{_HEAD}\n{identity}\n{name}".encode("utf-8", "surrogateescape")
+def write_marker(folder: Path, name: str, identity: str) -> BinaryIO | None:
+    """Mark `folder` as made for the name `name`. Returns the marker under a lock, None (and it is closed) where there are no locks."""
+    file = create_file(folder / MARKER)
     held = False
     try:
-        locked = _lock(descriptor)
-        if os.write(descriptor, content) != len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if not os.fstat(descriptor).st_nlink:
+        locked = _lock(file.fileno())
+        file.write(_text(name, identity).encode("utf-8", "surrogateescape"))
+        if not os.fstat(file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         held = locked
     finally:
         if not held:  # Windows renames no folder that holds an open file
-            os.close(descriptor)
-    return descriptor if held else None
+            file.close()
+    return file if held else None
 
 
 def identity_of(folder: Path, name: str | None = None) -> str | None:
@@ -121,7 +121,7 @@ def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> No
             if partner is not None:
                 delete_folder(partner)
             delete_folder(folder)
-        elif _is_unmarked(folder):
+        elif _is_unmarked(folder, name):
             delete_folder(folder)
 
 
@@ -139,12 +139,17 @@ def delete_folder(folder: Path, last: str = MARKER) -> None:
         os.rmdir(folder)
 
 
-def _is_unmarked(folder: Path) -> bool:
-    """Whether an empty marker is all there is: the writer was killed before it could write into it."""
+def _is_unmarked(folder: Path, name: str) -> bool:
+    """Whether all there is is a marker that is empty or cut short: the writer was killed before it was done with it."""
+    identity = folder.stem.removeprefix(f".{name}.")
     try:
-        return os.listdir(folder) == [MARKER] and not os.lstat(folder / MARKER).st_size
+        return os.listdir(folder) == [MARKER] and _is_folder(folder) and _text(name, identity).startswith(_read(folder))
     except OSError:
         return False
+
+
+def _text(name: str, identity: str) -> str:
+    return f"{_HEAD}\n{identity}\n{name}"
 
 
 def _read(folder: Path) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..ownership import MARKER, MarkedFolder, Writer, delete_abandoned, delete_folder, identity_of, new_identity, write_marker, writer_of
-from ..storage import directory_lock, fsync_directory, save_error, warn
+from ..storage import directory_lock, fsync_directory, save_error, unsynced_error, warn
 from .entry import MANIFEST, READABLE, Entry, read_entry
 
 _ENTRY = re.compile(r"checkpoint_[0-9]+")
@@ -68,11 +68,7 @@ def pending_folder(target: Path, *, asked: bool = False) -> Iterator[PendingFold
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        if pending is not None and pending.committed:
-            raise CheckpointError(
-                f"the new checkpoint is in place, but may not outlast a power failure ({error.strerror})", path=target
-            ) from error
-        raise save_error(error, target) from error
+        raise (unsynced_error if pending is not None and pending.committed else save_error)(error, target) from error
     finally:
         if pending is not None:
             pending.discard()
@@ -179,6 +175,8 @@ def recover(target: Path) -> None:
                 continue
         delete_abandoned(place, target.name)
     for place in _leftovers(target, "old"):
+        with contextlib.suppress(OSError):
+            os.rmdir(place)  # its deletion lacked only this
         gone = not os.path.lexists(place / MANIFEST)
         if not _promote(place, target) and (gone or os.path.lexists(target)) and why_kept(place, target.name) is None:
             _delete(place)
@@ -216,7 +214,7 @@ def _mark(entry: Path) -> None:
     with contextlib.suppress(OSError):  # a full disk: it goes without
         lock = write_marker(entry, entry.name, new_identity())
         if lock is not None:
-            os.close(lock)
+            lock.close()
 
 
 def _set_aside(entry: Path) -> Path:

@@ -256,6 +256,8 @@ class CheckpointManager:
         try:
             path = action()
         except CheckpointError as error:
+            if self.last_saved == step:  # what is there is older than what was to be saved
+                self.last_saved = None
             if self.on_error == "raise":
                 raise
             warn(f"the checkpoint was not saved, training goes on: {error}")
