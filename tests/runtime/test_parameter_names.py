@@ -58,7 +58,9 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[toc.Artifacts, 
 
 
 @pytest.mark.parametrize("engine", ["ort", "torch"])
-def test_every_name_is_trained_saved_and_copied(artifacts: tuple[toc.Artifacts, dict[str, torch.Tensor]], tmp_path: Path, engine: str) -> None:
+def test_every_name_is_trained_saved_and_copied(
+    artifacts: tuple[toc.Artifacts, dict[str, torch.Tensor]], tmp_path: Path, engine: str
+) -> None:
     found, initial = artifacts
     values = {name: value.clone().requires_grad_() for name, value in initial.items()}
     model = toc.OrtModule(found, engine=engine, threads=1)

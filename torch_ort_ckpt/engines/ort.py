@@ -31,6 +31,7 @@ from ..storage import warn
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
 from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, refuse_second_derivative, scale, spent
+from .labels import check_labels
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 
 
@@ -174,6 +175,7 @@ class _TrainingGraph(GraphSession):
         changed = direct_gradients(fix_dimensions(model, options.dimensions))
         if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
             self.written = unbias_statistics(changed)
+            changed, self.labels = check_labels(changed, artifacts.inputs)
         return changed
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
@@ -181,14 +183,15 @@ class _TrainingGraph(GraphSession):
         return buffer, lease, self.execute(buffer.binding, inputs, parameters, seed)
 
     def execute(self, binding: Binding, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
+        self.labels.before(inputs)
         binding.bind(inputs, parameters)
         if seed is not None:
             set_seed(seed)
-        return tuple(binding.run())
+        return self.results(binding)
 
     def _new_buffer(self) -> GradientBuffer:
         buffer = GradientBuffer(self.gradient_specs, self.device)
-        binding = Binding(self, self.outputs)
+        binding = Binding(self, [*self.outputs, *self.labels.reported])
         views = buffer.views(buffer.lease())
         for name, view in zip(self.gradients or self.buffers, views, strict=True):
             if self.gradients:
@@ -208,20 +211,24 @@ class _EvalGraph(GraphSession):
             raise MissingFileError(
                 "no eval_model, which eval() and no_grad() need", path=artifacts.folder, remedy="Export the artifacts with an eval model."
             )
-        model = str(artifacts.eval_path) if artifacts.eval is None else model_bytes(artifacts.eval, artifacts.eval_path)
+        graph = artifacts.eval
+        if graph is not None and options.device.type == "cpu":
+            graph, self.labels = check_labels(graph, artifacts.inputs)
+        model = str(artifacts.eval_path) if graph is None else model_bytes(graph, artifacts.eval_path)
         super().__init__(model, artifacts, options, {spec.name for spec in artifacts.eval_inputs})
         self.outputs = [spec.name for spec in artifacts.eval_outputs]
         self._free: list[Binding] = []
 
     def run(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        self.labels.before(inputs)
         try:
             binding = self._free.pop()  # atomic: threads never share a binding
         except IndexError:
-            binding = Binding(self, self.outputs)
+            binding = Binding(self, [*self.outputs, *self.labels.reported])
         binding.bind(inputs, parameters)
-        outputs = binding.run()
+        outputs = self.results(binding)
         self._free.append(binding)
-        return tuple(outputs)
+        return outputs
 
 
 def _fixed(spec: TensorSpec, artifacts: Artifacts) -> tuple[torch.dtype, tuple[int, ...]]:

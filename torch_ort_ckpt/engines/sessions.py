@@ -15,6 +15,7 @@ from ..graphs import TensorSpec
 from ..state import split_half_suffix
 from . import EngineOptions, Tensors, cuda
 from .dlpack import as_input, from_ort, to_ort
+from .labels import NO_CHECKS, LabelChecks
 
 
 class GraphSession:
@@ -22,6 +23,7 @@ class GraphSession:
 
     written: Mapping[str, str] = MappingProxyType({})
     """Outputs of the graph that take the place of a parameter's value, by the parameters' names."""
+    labels: LabelChecks = NO_CHECKS
 
     def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
         self.session = make_session(model, options)
@@ -35,6 +37,15 @@ class GraphSession:
         self.aliases = [
             (order.index(master), alias, split_half_suffix(alias)[1]) for alias, master in artifacts.aliases.items() if alias in names
         ]
+
+    def results(self, binding: Binding) -> tuple[torch.Tensor, ...]:
+        """Run, and return the outputs that are the user's."""
+        outputs = binding.run()
+        if self.labels.reported:
+            end = len(outputs) - len(self.labels.reported)
+            self.labels.after(outputs[end:])
+            del outputs[end:]
+        return tuple(outputs)
 
 
 class Binding:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..artifacts import Artifacts
-from ..engines import Engine, EngineOptions, OverwritingEngine, make
+from ..engines import Engine, EngineOptions, OverwritingEngine, make, usable_device
 from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
@@ -22,7 +22,7 @@ from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike, warn
 from . import checkpoints
 from .delivery import Loop, through_computed
-from .inputs import ordered_inputs
+from .inputs import ShapeCheck, ordered_inputs
 from .scopes import Scope, compute_values, is_computed, lookup, place, refresh_values, set_own_attribute
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class OrtModule(nn.Module):
         super().__init__()
         self.artifacts = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
         self._options = EngineOptions(
-            device=torch.device(device),
+            device=usable_device(device),
             dimensions=_known_dimensions(self.artifacts, dimensions or {}),
             threads=threads,
             session_options=session_options,
@@ -67,6 +67,7 @@ class OrtModule(nn.Module):
         self.seed_dropout(_torch_seed() if seed is None else seed)
         self._follows_torch = seed is None
         self._loop = Loop()
+        self._check_shapes = ShapeCheck(self.artifacts.inputs, self._options.dimensions)
         self._hooked: list[Scope] = []
         self._register(self.artifacts.state)
         checkpoints.restore_position(self, self.artifacts.state, None)
@@ -78,6 +79,7 @@ class OrtModule(nn.Module):
         inputs = ordered_inputs(
             art.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable, provided=art.input_gradients
         )
+        self._check_shapes(inputs, engine.differentiable)
         training = self.training and torch.is_grad_enabled()
         tensors = self._tensors(training)
         if training:
@@ -94,6 +96,7 @@ class OrtModule(nn.Module):
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
+        self._check_shapes(inputs, self.engine.differentiable)
         loop, computed = self._loop, list[str]()
         with loop.lock, torch.no_grad():
             with torch.enable_grad():  # a computed parameter hands its gradient on
@@ -144,6 +147,7 @@ class OrtModule(nn.Module):
         """Fix symbolic dimensions from now on, in addition to those fixed already."""
         known = _known_dimensions(self.artifacts, {**self._options.dimensions, **dimensions})
         self._options = dataclasses.replace(self._options, dimensions=known)
+        self._check_shapes = ShapeCheck(self.artifacts.inputs, known)
         self._engine = None
 
     def checkpoint(

@@ -15,7 +15,7 @@ import onnx
 import torch
 
 from ...artifacts import Artifacts
-from ...errors import MissingFileError, UnsupportedError
+from ...errors import CheckpointError, MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
@@ -64,7 +64,10 @@ class TorchEngine:
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         if self.options.compile and self.training_graph is not None:
             values = [parameter.detach() for parameter in parameters]
-            outputs, gradients = self._compiled_step(list(inputs), values)
+            try:
+                outputs, gradients = self._compiled_step(list(inputs), values)
+            except _USUAL_ERRORS as error:
+                raise could_not_run(error) from error
             return outputs, independent(gradients, [*inputs, *values, *outputs])
         with torch.enable_grad():
             outputs = self.train(inputs, parameters, seed)
@@ -141,6 +144,19 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
+_USUAL_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+
+
+def could_not_run(error: Exception) -> Exception:
+    """What to raise for an error of PyTorch's operators; kinds of their own (out of memory, tracing) are the caller's business."""
+    if type(error) not in (*_USUAL_ERRORS, NotImplementedError):
+        return error
+    return CheckpointError(
+        f"PyTorch could not run the graph: {str(error).strip()}",
+        remedy="Check shapes, types and labels of the inputs against model.artifacts.inputs.",
+    )
+
+
 @dataclass
 class TorchGraph:
     """A translated graph and where its arguments are among the artifacts' inputs and parameters."""
@@ -154,7 +170,10 @@ class TorchGraph:
     """Outputs that may be views of an argument: they are copied, as a result must not change when the argument does."""
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
-        outputs: tuple[torch.Tensor, ...] = self.run(*self.arguments(inputs, parameters))
+        try:
+            outputs: tuple[torch.Tensor, ...] = self.run(*self.arguments(inputs, parameters))
+        except _USUAL_ERRORS as error:
+            raise could_not_run(error) from error
         if self.borrowed:
             return tuple(output.clone() if place in self.borrowed else output for place, output in enumerate(outputs))
         return outputs
