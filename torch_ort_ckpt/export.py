@@ -27,6 +27,7 @@ from .errors import CheckpointError, MissingDependencyError, UnsupportedError
 from .formats import save
 from .graphs import load_model, refuse_crashes
 from .optimizer_graph import optimizer_model, optimizer_spec
+from .paths import refuse_url
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
 from .state import CheckpointState
 from .storage import PathLike
@@ -66,6 +67,7 @@ def export_artifacts(
     - `dynamic_shapes`: input -> {axis: name of the dimension}; by default axis 0 of every input is `batch`. `{}` fixes all sizes.
     - `exporter`: "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the older where it fails.
     """
+    refuse_url(folder)
     tell = progress or (lambda text: _log.info("%s", text))
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
