@@ -25,6 +25,7 @@ from .graphs import (
     load_model,
     spec_of,
 )
+from .paths import refuse_url
 from .state import CheckpointState, split_half_suffix
 from .storage import PathLike
 
@@ -72,6 +73,8 @@ class Artifacts:
         `prefix` is what stands before `training_model.onnx`; it is found where only one is there. `checkpoint` replaces the one in the
         folder. At least a training or an eval model must exist.
         """
+        for path in (folder, checkpoint):
+            refuse_url(path)
         place = Path(folder)
         if not place.is_dir():
             raise MissingFileError("no such folder", path=folder, remedy="Pass the folder that holds training_model.onnx.")

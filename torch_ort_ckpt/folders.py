@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from .errors import CheckpointError
 from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
+from .paths import refuse_url
 from .storage import PathLike, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
 
 
@@ -96,6 +97,7 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
     A folder that is already there is replaced only if `owns` knows every name in it: nothing that is not a checkpoint's is ever deleted.
     """
+    refuse_url(path)
     pending: PendingFolder | None = None
     try:
         target = Path(os.path.realpath(path))
@@ -116,6 +118,7 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
 def surviving(path: PathLike, *, quiet: bool = False) -> Path:
     """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
+    refuse_url(path)
     place = Path(path)
     if os.path.lexists(place) or (found := _interrupted(place)) is None:
         return place

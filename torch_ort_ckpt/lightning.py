@@ -25,6 +25,7 @@ from .errors import CheckpointError, MissingDependencyError
 from .formats import save
 from .formats.safetensors import files
 from .formats.torch import parameter_names
+from .paths import refuse_url
 from .state import CheckpointState
 from .storage import warn
 from .training import tree
@@ -57,9 +58,11 @@ def _checkpoint_io(plugins: Any) -> type:
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
             if storage_options is not None:
                 raise CheckpointError("storage_options mean nothing here", path=path)
+            refuse_url(path)
             write_lightning(checkpoint, Path(path))
 
         def load_checkpoint(self, path: Any, map_location: Any = None, **options: Any) -> dict[str, Any]:
+            refuse_url(path)
             if not os.path.lexists(path):
                 recover(Path(path))
             if Path(path).is_dir():
@@ -68,6 +71,7 @@ def _checkpoint_io(plugins: Any) -> type:
             return found
 
         def remove_checkpoint(self, path: Any) -> None:
+            refuse_url(path)
             _remove(Path(path))
 
     return OrtCheckpointIO
@@ -86,9 +90,14 @@ def _callback(pl: Any) -> type:
         def __init__(self, *args: Any, format: str = "ort", module: str | None = None, **options: Any) -> None:
             if format not in SUFFIXES:
                 raise CheckpointError(f"{format!r} is not one of {', '.join(SUFFIXES)}", field="format")
+            refuse_url(args[0] if args else options.get("dirpath"), "dirpath")
             self.format, self.module = format, module
             self.FILE_EXTENSION = SUFFIXES[format]
             super().__init__(*args, **options)
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            super().setup(trainer, pl_module, stage)
+            refuse_url(self.dirpath, "dirpath")  # it may come from the Trainer
 
         @property
         def state_key(self) -> str:
@@ -104,6 +113,7 @@ def _callback(pl: Any) -> type:
             }
 
         def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+            refuse_url(filepath)
             if trainer.is_global_zero:
                 Path(filepath).parent.mkdir(parents=True, exist_ok=True)
                 state = training_state(trainer, self.module, include_optimizer=not self.save_weights_only)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from .errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError
+from .paths import refuse_url
 from .state import Value, byte_view, same_bytes
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -247,6 +248,7 @@ class PendingFile:
     """A finished or unfinished temporary beside its target; `commit` is the rename."""
 
     def __init__(self, path: PathLike) -> None:
+        refuse_url(path)
         self.target = Path(os.path.realpath(path))  # through a symbolic link, as an in-place write would go
         self.committed = False
         self._mark: int | None = None

@@ -29,6 +29,7 @@ from ..aggregation import merge_ranks
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
 from ..folders import surviving
 from ..names import check_aliases
+from ..paths import refuse_url
 from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
@@ -140,6 +141,7 @@ def save(
     Half-precision aliases are left out unless `include_mixed_precision`; one that disagrees with its master is written as the master
     rounds (with a warning), or refused with `strict=True`. Other options belong to the format.
     """
+    refuse_url(path)
     if not isinstance(state, CheckpointState):
         raise CheckpointError(
             f"expected a CheckpointState, not {type(state).__name__}",
@@ -168,11 +170,13 @@ def save(
 
 def exists(path: PathLike) -> bool:
     """Whether a checkpoint, or anything else, is there: also as shards with an index, or in a folder whose save was cut short."""
+    refuse_url(path)
     return os.path.lexists(_found(path, quiet=True))
 
 
 def format_for(path: PathLike) -> str:
     """The format a destination's name asks for; `ort` (whose files have no suffix) where it has no suffix."""
+    refuse_url(path)
     text = os.fspath(path).rstrip("/\\")
     if "." not in os.path.basename(text):
         return "ort"

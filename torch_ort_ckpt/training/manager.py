@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..paths import refuse_url
 from ..storage import PathLike, save_error, warn
 from . import directory as entries
 from .capture import Captured, Training, capture, restore
@@ -63,6 +64,7 @@ class CheckpointManager:
         for name, choice, allowed in (("mode", mode, ("min", "max")), ("on_error", on_error, ("raise", "warn"))):
             if choice not in allowed:
                 raise CheckpointError(f"{choice!r} is not one of {', '.join(allowed)}", field=name)
+        refuse_url(directory, "directory")
         self.directory = Path(os.path.abspath(directory))
         self.period, self.max_num_checkpoints = period, max_num_checkpoints
         self.keep_best, self.mode = keep_best, mode
