@@ -32,6 +32,7 @@ from ..names import check_aliases
 from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
+from .shapes import check_growth
 
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
@@ -84,6 +85,7 @@ def load(
         place = surviving(cast(PathLike, path))
         name = format or detect(place)
         state: CheckpointState = _call(module(name).read, name, place, mmap=mmap, **options)
+        check_growth(state, place)
     else:
         state = _load_ranks(path, ranks, format=format, mmap=mmap, **options)
     if strict:
