@@ -24,7 +24,7 @@ from .graphs import (
     spec_of,
 )
 from .state import CheckpointState, split_half_suffix
-from .storage import PathLike
+from .storage import PathLike, as_path, readable
 
 MODELS = ("training_model", "eval_model", "optimizer_model")
 CHECKPOINTS = ("checkpoint", "initial_checkpoint", "nominal_checkpoint")
@@ -70,7 +70,12 @@ class Artifacts:
         `prefix` is what stands before `training_model.onnx`; it is found where only one is there. `checkpoint` replaces the one in the
         folder. At least a training or an eval model must exist.
         """
-        place = Path(folder)
+        with readable(folder):
+            return cls._find(as_path(folder), prefix, checkpoint)
+
+    @classmethod
+    def _find(cls, place: Path, prefix: str | None, checkpoint: PathLike | CheckpointState | None) -> Artifacts:
+        folder = place
         if not place.is_dir():
             raise MissingFileError("no such folder", path=folder, remedy="Pass the folder that holds training_model.onnx.")
         if prefix is None:
@@ -85,7 +90,7 @@ class Artifacts:
         state, path = (checkpoint, None) if isinstance(checkpoint, CheckpointState) else (None, checkpoint)
         if path is None and state is None:
             path = next((place / (prefix + name) for name in CHECKPOINTS if (place / (prefix + name)).exists()), None)
-        elif path is not None and not Path(path).exists():
+        elif path is not None and not as_path(path).exists():
             raise MissingFileError("no such checkpoint", path=path)
         return cls(
             folder=place,

@@ -11,7 +11,7 @@ import torch
 from .errors import CheckpointError
 from .formats import load
 from .state import CheckpointState, OptimizerGroup, Value, is_string, same_number, same_tensor
-from .storage import PathLike, Progress, warn
+from .storage import PathLike, Progress, as_path, warn
 
 _CHUNK = 1 << 22  # elements: 32 MiB of float64
 
@@ -28,7 +28,7 @@ def average(
     if not sources:
         raise CheckpointError("nothing to average", remedy="Give at least one checkpoint.")
     shares = _normalised(weights, len(sources))
-    labels = [os.fspath(source) if not isinstance(source, CheckpointState) else f"state {n}" for n, source in enumerate(sources)]
+    labels = [os.fspath(as_path(source)) if not isinstance(source, CheckpointState) else f"state {n}" for n, source in enumerate(sources)]
     states = [source if isinstance(source, CheckpointState) else load(source) for source in sources]
     own = [buffer for source, state in zip(sources, states, strict=True) if source is not state for buffer in state._buffers]
     for label, state in zip(labels, states, strict=True):

@@ -29,7 +29,7 @@ from .graphs import load_model, refuse_crashes
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
 from .state import CheckpointState
-from .storage import PathLike
+from .storage import PathLike, as_path
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
@@ -67,7 +67,7 @@ def export_artifacts(
     - `exporter`: "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the older where it fails.
     """
     tell = progress or (lambda text: _log.info("%s", text))
-    place = Path(folder)
+    place = as_path(folder)
     place.mkdir(parents=True, exist_ok=True)
     inputs = _named_inputs(module, example_inputs)
     dynamic = {name: {0: "batch"} for name, value in inputs.items() if value.dim()} if dynamic_shapes is None else dynamic_shapes

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import CheckpointError
-from .storage import PathLike, directory_lock, fsync_directory, save_error, warn
+from .storage import PathLike, as_path, directory_lock, fsync_directory, save_error, warn
 
 
 class PendingFolder:
@@ -99,7 +99,7 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
 def surviving(path: PathLike) -> Path:
     """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
-    place = Path(path)
+    place = as_path(path)
     if os.path.lexists(place) or (found := _interrupted(place)) is None:
         return place
     warn(f"{place}: the last save was cut short; reading {found.name}. `torch-ort-ckpt verify --repair` completes it.")

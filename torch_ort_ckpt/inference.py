@@ -16,7 +16,7 @@ from .errors import CheckpointError, MissingFileError, UnsupportedError
 from .graphs import all_nodes
 from .repairs import cap_ir_version, typed_values
 from .state import nbytes
-from .storage import PathLike, atomic_write, tensor_bytes
+from .storage import PathLike, as_path, atomic_write, tensor_bytes
 
 INLINE_LIMIT = 1 << 30
 """Weights beyond this go into `<path>.data` beside the model (a protobuf holds 2 GiB at most)."""
@@ -36,7 +36,7 @@ def export_inference(
         )
     model = inference_model(artifacts.eval, artifacts, outputs)
     values = {name: _current(name, artifacts, tensors) for name in _weight_names(model, artifacts)}
-    place = Path(path)
+    place = as_path(path)
     external = place.with_name(place.name + ".data") if sum(nbytes(value) for value in values.values()) > INLINE_LIMIT else None
     if external is None:
         for name, value in values.items():

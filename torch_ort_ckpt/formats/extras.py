@@ -23,6 +23,7 @@ from ..errors import CorruptFileError, UnsupportedError
 from ..state import CheckpointState, OptimizerGroup, PartitionInfo, byte_view, is_string, same_number
 from ..storage import PathLike
 from .groups import restore
+from .shapes import element_count
 
 PREFIX = "torch_ort_ckpt."
 
@@ -136,6 +137,7 @@ def partition_from_json(entry: Any, path: PathLike) -> PartitionInfo:
     try:
         values = {key: entry[key] for key in (item.name for item in dataclasses.fields(PartitionInfo)) if key in entry}
         values["original_dim"] = tuple(int(size) for size in values["original_dim"])
+        element_count(values["original_dim"])
         return PartitionInfo(**values)
     except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
         raise CorruptFileError(f"unreadable partition information ({error})", path=path, field="partitions") from error

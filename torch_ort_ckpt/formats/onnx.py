@@ -17,7 +17,9 @@ from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, Value, is_string, nbytes
 from ..storage import FileBuffer, PathLike, Progress, atomic_write, padding, pending_file, tensor_bytes, warn, write_tensor
 from .fileset import Fingerprint
-from .protobuf import Message, tensor
+from .protobuf import Message, external_number, tensor
+from .shapes import growth_limit
+from .soundness import encode_string
 
 SUFFIXES = (".onnx",)
 _GRAPH, _INITIALIZER, _BYTES = 7, 5, 2  # ModelProto.graph, GraphProto.initializer, the wire type of messages
@@ -59,29 +61,43 @@ class _Outside:
     def __init__(self, path: Path, mmap: bool) -> None:
         self.path, self.mmap = path, mmap
         self.buffers: dict[str, FileBuffer] = {}
+        self._claimed = 0
 
     def find(self, entries: dict[str, str], size: int, name: str) -> tuple[FileBuffer, int]:
-        location = entries.get("location", "")
+        buffer = self._open(entries.get("location", ""), name)
+        offset, length = (
+            external_number(entries.get(key), key, default, self.path, name) for key, default in (("offset", 0), ("length", size))
+        )
+        if length != size:
+            raise CorruptFileError(f"says it has {length} bytes, its shape and type need {size}", path=self.path, field=name)
+        if offset + size > buffer.size:
+            raise CorruptFileError(f"needs bytes {offset} to {offset + size}, the file ends at {buffer.size}", path=buffer.path, field=name)
+        self._claimed += size  # tied weights may share their data; misaligned data is copied
+        if self._claimed > growth_limit(sum(opened.size for opened in self.buffers.values())):
+            raise CorruptFileError("the same data is used too often", path=buffer.path, field=name)
+        return buffer, offset
+
+    def _open(self, location: str, name: str) -> FileBuffer:
         folder = os.path.realpath(self.path.parent)
-        place = os.path.realpath(os.path.join(folder, location))
-        if not location or os.path.isabs(location) or os.path.commonpath([folder, place]) != folder:
+        try:
+            place = os.path.realpath(os.path.join(folder, location))
+            inside = bool(location) and not os.path.isabs(location) and os.path.commonpath([folder, place]) == folder
+        except (ValueError, OSError):  # a zero or a lone surrogate in it, a loop of links
+            inside = False
+        if not inside:
             raise CheckpointError(
                 f"external data outside the model's folder ({location!r})",
                 path=self.path,
                 field=name,
                 remedy="Put the data beside the model.",
             )
-        if location not in self.buffers:
+        if place not in self.buffers:
             if not os.path.exists(place):
                 raise MissingFileError(
                     "external data of the model is missing", path=place, field=name, remedy="Put the data file beside the model."
                 )
-            self.buffers[location] = FileBuffer(place, mmap=self.mmap)
-        buffer = self.buffers[location]
-        offset = entries.get("offset", "0")
-        if not offset.isdecimal() or int(offset) + size > buffer.size:
-            raise CorruptFileError(f"needs {size} bytes from {offset!r}, the file has {buffer.size}", path=place, field=name)
-        return buffer, int(offset)
+            self.buffers[place] = FileBuffer(place, mmap=self.mmap)
+        return self.buffers[place]
 
 
 def write(
@@ -119,7 +135,7 @@ def write(
         _write_pair(proto, wanted, chosen, path, durable, progress)
     else:
         for name, value in chosen.items():
-            _fill(wanted[name], value)
+            _fill(wanted[name], value, path)
             if progress:
                 progress(nbytes(value))
         with atomic_write(path, durable=durable) as file:
@@ -133,7 +149,7 @@ def _write_pair(proto: Any, wanted: dict[str, Any], chosen: dict[str, Value], pa
         end = 0
         for name, value in chosen.items():
             if is_string(value) or nbytes(value) < _EXTERNAL_FROM:
-                _fill(wanted[name], value)
+                _fill(wanted[name], value, path)
                 continue
             end += data.file.write(bytes(padding(end)))
             _clear(wanted[name])
@@ -189,9 +205,9 @@ def _clear(item: Any) -> None:
     item.data_location = 0
 
 
-def _fill(item: Any, value: Value) -> None:
+def _fill(item: Any, value: Value, path: PathLike) -> None:
     _clear(item)
     if is_string(value):
-        item.string_data.extend(str(text).encode("utf-8", "surrogateescape") for text in value.reshape(-1).tolist())
+        item.string_data.extend(encode_string(text, path, item.name) for text in value.reshape(-1).tolist())
     else:
         item.raw_data = bytes(tensor_bytes(value)) if value.numel() else b""

@@ -6,10 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import CorruptFileError
-from ..state import CheckpointState, nbytes
-from ..storage import PathLike
-
 MAX_RANK = 64
 """As many dimensions as numpy and PyTorch's operators take."""
 
@@ -30,22 +26,6 @@ def element_count(shape: Sequence[Any]) -> int:
         if size < 0:
             raise ValueError(f"negative size {size}")
     return math.prod(shape)
-
-
-def check_growth(state: CheckpointState, path: PathLike) -> None:
-    """Refuse a state whose tensors, each counted by itself, are out of proportion to the files they come from."""
-    files = sum(buffer.size for buffer in state._buffers)
-    limit = growth_limit(files)
-    total = 0
-    for name, value in state.tensors() if state._buffers else ():
-        total += nbytes(value)
-        if total > limit:
-            raise CorruptFileError(
-                f"tensors of more than {limit} bytes from {files} bytes on disk",
-                path=path,
-                field=name,
-                remedy=f"Shared bytes may be used {MAX_GROWTH} times. A damaged or hostile file asks for more.",
-            )
 
 
 def growth_limit(size: int) -> int:
