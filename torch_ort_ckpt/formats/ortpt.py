@@ -27,8 +27,6 @@ READ_BY = "ORTTrainer's experimental_load_checkpoint of ORT 1.3 to 1.14"
 _RANK = re.compile(r"\.ZeRO\.(\d{1,9})\.(\d{1,9})\.ort\.pt$")
 _VIEW = re.compile(r"(.*)_view_(\d{1,9})$", re.DOTALL)
 _MARKS = (b"Moment_1_", b"Update_Count_")
-_DAMAGE = (zipfile.BadZipFile, OSError, EOFError, LookupError, ValueError, RuntimeError, ArithmeticError)
-"""What zipfile raises on damaged files."""
 
 
 def matches(path: Path) -> bool:
@@ -39,7 +37,7 @@ def matches(path: Path) -> bool:
         with open(path, "rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
         return zipped and _has_marks(path)
-    except _DAMAGE:
+    except torch_archive.ZIP_ERRORS:
         return False
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import CorruptFileError, UnsupportedError
-from ..state import CheckpointState, Value, is_string, nbytes
+from ..state import CheckpointState, PartitionInfo, Value, is_string, nbytes
 from ..storage import PathLike
-from .shapes import MAX_GROWTH, growth_limit
+from .shapes import MAX_GROWTH, element_count, growth_limit
 
 
 def check_loaded(state: CheckpointState, path: PathLike) -> None:
@@ -20,14 +20,37 @@ def check_loaded(state: CheckpointState, path: PathLike) -> None:
         for param, moments in group.states.items():
             if "step" in moments and not _is_whole_number(moments["step"]):
                 raise CorruptFileError("a step that is not one whole number", path=path, field=f"optimizer/{group_name}/{param}/step")
+        if not is_shallow(group.hyperparameters):
+            raise CorruptFileError("nested too deeply", path=path, field=f"optimizer/{group_name}/hyperparameters")
     _check_growth(state, path)
 
 
 def check_saved(state: CheckpointState, path: PathLike) -> None:
-    """Refuse names that are not text before any format stumbles over them."""
+    """Refuse what no format could give back, before one stumbles over it."""
     for field, name in _names(state):
         if not isinstance(name, str):
             raise UnsupportedError(f"a name that is not text: {name!r}", path=path, field=field, remedy="Names are strings.")
+    for group_name, group in state.optimizer.items():
+        if not is_shallow(group.hyperparameters):
+            raise UnsupportedError("nested too deeply", path=path, field=f"optimizer/{group_name}/hyperparameters")
+    for name, info in state.partitions.items():
+        try:
+            check_partition(info)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"not a partition ({error})", path=path, field=f"partitions/{name}") from error
+
+
+def check_partition(info: PartitionInfo) -> None:
+    """Whether it is a shape and the number of an axis."""
+    element_count(info.original_dim)
+    if type(info.megatron_row_partition) is not int:
+        raise TypeError(f"an axis that is not a number: {info.megatron_row_partition!r}")
+
+
+def is_shallow(content: Any, levels: int = 64) -> bool:
+    """What a parser accepts can be nested too deeply to compare or to write again."""
+    items = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
+    return levels > 0 and all(is_shallow(item, levels - 1) for item in items)
 
 
 def encode_string(text: Any, path: PathLike, field: str) -> bytes:

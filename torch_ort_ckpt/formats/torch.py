@@ -34,7 +34,7 @@ def matches(path: Path) -> bool:
     """A zip with a `data.pkl` inside, or the older stream of pickles under one of our suffixes."""
     if not path.is_file():
         return False
-    with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    with contextlib.suppress(*torch_archive.ZIP_ERRORS):
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 return any(name.endswith("/data.pkl") for name in archive.namelist())

@@ -22,6 +22,9 @@ from . import pickled
 from .torch_objects import KNOWN, Objects, storage_identity
 
 T = TypeVar("T")
+ZIP_ERRORS = (zipfile.BadZipFile, OSError, EOFError, LookupError, ValueError, RuntimeError, ArithmeticError, struct.error)
+"""What `zipfile` raises on damaged files."""
+
 MAGIC = b"PK\x03\x04"
 _ALIGNMENT = 64  # where torch.save puts the data of a record, counted from the start of the archive
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -65,7 +68,7 @@ class Archive:
         try:
             with zipfile.ZipFile(_Window(buffer, start, end)) as archive:
                 infos = archive.infolist()
-        except (zipfile.BadZipFile, ValueError, RuntimeError, struct.error, NotImplementedError, OverflowError, OSError) as error:
+        except ZIP_ERRORS as error:
             raise self.error("a damaged archive") from error
         self.records = self._records(infos)
         found = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
