@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,13 +22,13 @@ import torch
 from torch import nn
 
 from .bridge import from_torch, group_from_torch
-from .errors import CheckpointError, MissingDependencyError
+from .errors import CheckpointError, MissingDependencyError, MissingFileError, UnsupportedError
 from .formats import save
 from .formats.safetensors import files
 from .formats.torch import parameter_names
 from .paths import refuse_url
 from .state import CheckpointState
-from .storage import warn
+from .storage import as_path, readable, warn
 from .training import tree
 from .training.directory import pending_folder, recover, remove
 from .training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree
@@ -62,19 +63,34 @@ def _checkpoint_io(plugins: Any) -> type:
             write_lightning(checkpoint, Path(path))
 
         def load_checkpoint(self, path: Any, map_location: Any = None, **options: Any) -> dict[str, Any]:
-            refuse_url(path)
-            if not os.path.lexists(path):
-                recover(Path(path))
-            if Path(path).is_dir():
-                return read_lightning(Path(path), map_location)
-            found: dict[str, Any] = plugins.TorchCheckpointIO().load_checkpoint(path, map_location, **options)
-            return found
+            place = as_path(path)
+            if not os.path.lexists(place):
+                recover(place)
+            if place.is_dir():
+                return read_lightning(place, map_location)
+            return _load_file(place, map_location, options.get("weights_only") is not False)
 
         def remove_checkpoint(self, path: Any) -> None:
             refuse_url(path)
             _remove(Path(path))
 
     return OrtCheckpointIO
+
+
+def _load_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
+    """Lightning's own file. Before 2.6 Lightning unpickled it whatever it held; here only with its `weights_only=False`."""
+    if not path.exists():
+        raise MissingFileError("no such file", path=path)
+    try:
+        with readable(path):
+            found: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise UnsupportedError(
+            "holds Python objects that only unsafe unpickling could read",
+            path=path,
+            remedy="If you trust the file, pass weights_only=False to the Trainer's fit, validate or test.",
+        ) from error
+    return found
 
 
 def _callback(pl: Any) -> type:

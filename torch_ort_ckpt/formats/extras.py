@@ -23,6 +23,7 @@ from ..errors import CorruptFileError, UnsupportedError
 from ..state import CheckpointState, OptimizerGroup, PartitionInfo, byte_view, is_string, same_number
 from ..storage import PathLike
 from .groups import restore
+from .soundness import check_partition, is_shallow
 
 PREFIX = "torch_ort_ckpt."
 
@@ -135,8 +136,9 @@ def dump_json(content: Any, path: PathLike, field: str) -> str:
 def partition_from_json(entry: Any, path: PathLike) -> PartitionInfo:
     try:
         values = {key: entry[key] for key in (item.name for item in dataclasses.fields(PartitionInfo)) if key in entry}
-        values["original_dim"] = tuple(int(size) for size in values["original_dim"])
-        return PartitionInfo(**values)
+        info = PartitionInfo(**values | {"original_dim": tuple(int(size) for size in values["original_dim"])})
+        check_partition(info)
+        return info
     except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
         raise CorruptFileError(f"unreadable partition information ({error})", path=path, field="partitions") from error
 
@@ -149,7 +151,7 @@ def _take(state: CheckpointState, key: str, path: PathLike) -> dict[str, Any]:
         content = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         content = None
-    if not isinstance(content, dict) or not _shallow(content):
+    if not isinstance(content, dict) or not is_shallow(content):
         raise CorruptFileError("not the JSON object it should be", path=path, field=PREFIX + key)
     return content
 
@@ -160,9 +162,3 @@ def _number(value: Any) -> float | None:
         return float(value) if isinstance(value, (int, float)) else None
     except OverflowError:
         return None
-
-
-def _shallow(content: Any, levels: int = 64) -> bool:
-    """What the parser accepts can be nested too deeply to compare or to write again."""
-    items = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
-    return levels > 0 and all(_shallow(item, levels - 1) for item in items)

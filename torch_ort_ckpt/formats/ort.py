@@ -7,7 +7,6 @@ from memory; ORT's own verifier and loader accept that order.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import struct
 from collections.abc import Mapping
@@ -33,6 +32,8 @@ from . import extras, readers, sidecar
 from .fileset import Fingerprint, commit
 from .flatbuffer import MAX_SIZE, Blob, Field, Layout, Reader, Table, build
 from .groups import prepare
+from .shapes import element_count
+from .soundness import encode_string
 
 SUFFIXES = (".ortckpt",)
 IDENTIFIER = b"ODTC"
@@ -41,7 +42,6 @@ READ_BY = "ORT 1.16 and 1.17 (version 1) or 1.18 and later (version 2)"
 EXTERNAL_THRESHOLD = 1800 << 20
 """Above this many bytes of tensors data goes to the sidecar, as in ORT."""
 
-_MAX_RANK = 64
 _ATTEMPTS = 50
 _DTYPES = {number: dtype for number, dtype in TORCH_FROM_ONNX.items() if not dtype.is_complex}
 
@@ -211,11 +211,10 @@ class _Source:
 
 
 def _count(table: Table, dims: tuple[int, ...], reader: Reader) -> int:
-    if len(dims) > _MAX_RANK:
-        raise reader.error(table, "dims", f"{len(dims)} dimensions, more than the {_MAX_RANK} that numpy can have")
-    if min(dims, default=0) < 0:
-        raise reader.error(table, "dims", f"negative size {min(dims)}")
-    return math.prod(dims)
+    try:
+        return element_count(dims)
+    except ValueError as error:
+        raise reader.error(table, "dims", str(error)) from error
 
 
 def _unique(table: Table, number: int, label: str, taken: Mapping[str, Any]) -> str:
@@ -348,7 +347,7 @@ class _Plan:
         for name, value in sorted(properties.items()):
             entry = [Field(0, "string", self.text(name))]
             if isinstance(value, str):
-                entry.append(Field(1, "string", value.encode("utf-8", "surrogateescape")))
+                entry.append(Field(1, "string", encode_string(value, self.path, f"properties/{name}")))
             elif isinstance(value, float):
                 entry += _float_field(1, value)
             elif value:
@@ -363,7 +362,7 @@ class _Plan:
         fields = [Field(0, "string", self.text(name))]
         if is_string(value):
             fields.append(Field(3, "int32", STRING))
-            texts = [] if nominal else [str(text).encode("utf-8", "surrogateescape") for text in value.reshape(-1).tolist()]
+            texts = [] if nominal else [encode_string(text, self.path, f"{where}/{name}") for text in value.reshape(-1).tolist()]
             return [*fields, Field(2, "int64s", () if nominal else value.shape), Field(5, "strings", texts)]
         number = ONNX_FROM_TORCH.get(value.dtype)
         if number not in _DTYPES:

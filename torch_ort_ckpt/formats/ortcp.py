@@ -23,6 +23,7 @@ from ..storage import FileBuffer, Progress, atomic_write
 from . import moments
 from .deferred import DeferredErrors
 from .hdf5 import SIGNATURE, Tree, read_tree
+from .soundness import is_unicode
 
 SUFFIXES = (".ortcp",)
 READ_BY = "ORTTrainer of ORT 1.7 to 1.14 (its code was shipped to 1.16)"
@@ -193,7 +194,7 @@ def _to_tree(state: CheckpointState, path: Path) -> Tree:
 def _store(group: Any, tree: Tree, path: Path, progress: Progress, text: Any) -> None:
     for name, value in sorted(tree.items()):
         where = f"{group.name.strip('/')}/{name}".lstrip("/")
-        if any(part in ("", ".") for part in name.split("/")) or "\0" in name or not _is_text(name):
+        if any(part in ("", ".") for part in name.split("/")) or "\0" in name or not is_unicode(name):
             raise UnsupportedError("a name that HDF5 can't keep", path=path, field=where, remedy="Rename it.")
         try:
             if isinstance(value, dict):
@@ -221,7 +222,7 @@ def _array(value: torch.Tensor, path: Path, where: str) -> Any:
 
 def _stored_text(value: Any, path: Path, where: str) -> Any:
     texts = [value] if isinstance(value, str) else value.reshape(-1).tolist()
-    if any("\0" in text for text in texts) or not all(_is_text(text) for text in texts):
+    if any("\0" in text for text in texts) or not all(is_unicode(text) for text in texts):
         raise UnsupportedError("text that HDF5 can't keep (it has a zero in it, or is no Unicode)", path=path, field=where)
     return value
 
@@ -270,11 +271,3 @@ def _unpickled(text: str, path: Path) -> Any:
         return pickle.loads(bytes.fromhex(text))
     except (ValueError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
         raise CorruptFileError(f"can't be unpickled ({error})", path=path, field="user_dict") from error
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -20,6 +20,7 @@ from ..state import CheckpointState, OptimizerGroup, Value, is_string
 from ..storage import FileBuffer, Progress
 from . import extras, protobuf, readers
 from .groups import prepare
+from .soundness import is_unicode
 
 SUFFIXES = (".pbseq",)
 READ_BY = "ORT 1.13 to 1.15 (1.14 ignores the saved moments)"
@@ -197,7 +198,7 @@ def _restore_stateless(state: CheckpointState, path: Path) -> None:
 
 
 def _file_name(name: str, path: Path) -> str:
-    if "/" in name or "\\" in name or "\0" in name:
+    if "/" in name or "\\" in name or "\0" in name or not is_unicode(name):
         raise UnsupportedError("a group or moment name that can't be part of a file name", path=path, field=repr(name), remedy="Rename it.")
     return name
 
