@@ -25,6 +25,7 @@ from ..folders import atomic_folder
 from ..names import split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, nbytes
 from ..storage import Progress, save_error, warn
+from .extras import dump_json
 from .notes import describe, rebuild
 
 SUFFIXES = (".dcp", ".distcp")
@@ -122,7 +123,7 @@ def _flatten(state: CheckpointState, path: Path) -> dict[str, torch.Tensor]:
                     raise UnsupportedError("two tensors would share this key", path=path, field=key, remedy="Rename the group.")
                 content[key] = value.detach()
                 note["moments"][key] = [group_name, param, moment]
-    content[KEY] = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
+    content[KEY] = torch.frombuffer(bytearray(dump_json(note, path, KEY).encode()), dtype=torch.uint8)
     return content
 
 

@@ -193,7 +193,6 @@ def write(
     if state.nominal:
         raise UnsupportedError("a nominal state has no data to write", path=path, remedy="Complete it first, or keep it in format 'ort'.")
     places = _Places.of(path)
-    places.model.parent.mkdir(parents=True, exist_ok=True)
     named, note = describe(state, path)
     weights, ties = _untie(named)
     keys = _moment_keys(state)
@@ -202,6 +201,7 @@ def write(
     note["moments"] = ("sharded" if len(moment_shards) > 1 else "single") if moments else ""
     texts = {**(metadata or {}), "format": "pt", **ties, KEY: extras.dump_json(note, path, KEY)}
     writer = _Writer(durable, progress)
+    places.model.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         main = writer.bundle(stack, places.model, weight_shards, texts, grouped=bool(moments))
         if moments:
