@@ -33,6 +33,7 @@ from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, as_path, readable, warn
 from .soundness import check_loaded, check_saved
+from .writability import check_state
 
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
@@ -171,6 +172,7 @@ def save(
         optimizer=dict(state.optimizer) if include_optimizer else {},
         mixed_precision=dict(state.mixed_precision) if include_mixed_precision else {},
     )
+    check_state(state, path)
     if strict:
         check_aliases(state, path=path)
     elif stale := state.refresh_mixed_precision():

@@ -26,6 +26,7 @@ from ..names import split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, nbytes
 from ..storage import FileBuffer, Progress, save_error, warn
 from .dcp_index import Chunk, Entry, Place, read_index
+from .extras import dump_json
 from .notes import describe, rebuild
 from .shapes import element_count
 from .torch_archive import load_tensor
@@ -127,7 +128,7 @@ def _flatten(state: CheckpointState, path: Path) -> dict[str, torch.Tensor]:
                     raise UnsupportedError("two tensors would share this key", path=path, field=key, remedy="Rename the group.")
                 content[key] = value.detach()
                 note["moments"][key] = [group_name, param, moment]
-    content[KEY] = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
+    content[KEY] = torch.frombuffer(bytearray(dump_json(note, path, KEY).encode()), dtype=torch.uint8)
     return content
 
 

@@ -22,6 +22,7 @@ from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, Value, is_string, nbytes
 from ..storage import FileBuffer, PathLike, Progress, directory_lock, padding, pending_file, tensor_bytes, warn, write_tensor
 from .fileset import IDENTITY_LENGTH
+from .notes import lost_with_weights_alone
 from .protobuf import Message, external_number, tensor
 from .shapes import growth_limit
 from .soundness import encode_string
@@ -120,8 +121,10 @@ def write(
     Every initializer that the state has is replaced; shapes and types must agree. The rest of the model stays. Above 1800 MiB (or with
     `external_data`) the data goes into a file of its own, named by its content, so that model and data can't be mixed up.
     """
-    if state.optimizer or state.properties:
-        warn(f"{path}: a model holds weights only; optimizer state and properties are left out")
+    if state.nominal or any(not is_string(value) and value.is_meta for value in state.parameters.values()):
+        raise UnsupportedError("a nominal state has no data to put into a model", path=path, remedy="Complete it first.")
+    if lost := lost_with_weights_alone(state):
+        warn(f"{path}: a model holds weights only; left out: {', '.join(lost)}")
     proto = _parse(model if model is not None else path)
     values = {**state.parameters, **joined_aliases(state)}
     wanted = {item.name: item for item in proto.graph.initializer}

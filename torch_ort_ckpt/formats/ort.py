@@ -17,7 +17,7 @@ import torch
 
 from ..dtypes import ONNX_FROM_TORCH, STRING, TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
-from ..names import joined_aliases, split_aliases
+from ..names import joined_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string, nbytes
 from ..storage import (
     FileBuffer,
@@ -26,6 +26,7 @@ from ..storage import (
     padding,
     pending_file,
     string_array,
+    warn,
     write_tensor,
 )
 from . import extras, readers, sidecar
@@ -56,7 +57,7 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a checkpoint file and, where it says so, its sidecar."""
-    return extras.unpack(split_aliases(_as_written(path, mmap)), path)
+    return extras.unpack(_as_written(path, mmap), path)
 
 
 def read_by(path: Path) -> str:
@@ -261,6 +262,8 @@ def write(
         raise UnsupportedError("version 1 has no external data", path=path, remedy="Write version 2, or pass external_data=False.")
     if external and state.nominal:
         raise UnsupportedError("a nominal checkpoint has no data to put elsewhere", path=path)
+    if state.nominal and (held := [name for name, value in state.parameters.items() if value.shape or _has_value(value)]):
+        warn(f"{path}: a nominal checkpoint holds no shapes and values; those of {len(held)} tensors are left out: {', '.join(held[:5])}")
     plan = _Plan(state, path, version, external, notes)
     layout = build(plan.root(), IDENTIFIER)
     if layout.size > MAX_SIZE:
@@ -392,6 +395,10 @@ class _Plan:
             return name.encode()
         except (UnicodeEncodeError, AttributeError) as error:
             raise UnsupportedError("a name that is not Unicode text", path=self.path, field=repr(name)) from error
+
+
+def _has_value(value: Value) -> bool:
+    return bool(value.item()) if is_string(value) else not value.is_meta
 
 
 def _float_field(number: int, value: float) -> list[Field]:

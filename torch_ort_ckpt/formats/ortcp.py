@@ -18,6 +18,7 @@ import torch
 
 from .. import properties as names
 from ..errors import CorruptFileError, UnsupportedError
+from ..names import same_aliases
 from ..state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string, nbytes, split_half_suffix
 from ..storage import FileBuffer, Progress, atomic_write
 from . import moments
@@ -68,7 +69,9 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
     if isinstance(user, dict):  # as `unsafe_user_dict` left it
         state = dataclasses.replace(state, properties={**state.properties, names.USER_DICT: pickle.dumps(user).hex()})
     tree = _to_tree(state, path)
-    if (note := moments.note(_from_tree(tree, path), state, path)) is not None:
+    inferred = _from_tree(tree, path)
+    _check_names(inferred, state, path)
+    if (note := moments.note(inferred, state, path)) is not None:
         tree[moments.NOTE] = note
     with atomic_write(path, durable=durable) as output:
         _write_tree(DeferredErrors(output), tree, path, progress, h5py)
@@ -87,6 +90,18 @@ def _write_tree(output: DeferredErrors, tree: Tree, path: Path, progress: Progre
             _store(file, tree, path, advance, h5py.string_dtype())
     finally:
         output.check()
+
+
+def _check_names(inferred: CheckpointState, state: CheckpointState, path: Path) -> None:
+    """A `/` nests groups: a name must not read as another weight's, or as a moment."""
+    found, wanted = (
+        {param: sorted(states.keys() - {"step"}) for group in each.optimizer.values() for param, states in group.states.items()}
+        for each in (inferred, state)
+    )
+    odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    odd += sorted(inferred.parameters.keys() ^ state.parameters.keys())
+    if odd or not same_aliases(inferred, state):
+        raise UnsupportedError("a name that would read as another's", path=path, field=[*odd, "mixed_precision"][0], remedy="Rename it.")
 
 
 def _from_tree(tree: Tree, path: Path) -> CheckpointState:

@@ -26,7 +26,9 @@ READ_BY = "ORTTrainer's experimental_load_checkpoint of ORT 1.3 to 1.14"
 
 _RANK = re.compile(r"\.ZeRO\.(\d{1,9})\.(\d{1,9})\.ort\.pt$")
 _VIEW = re.compile(r"(.*)_view_(\d{1,9})$", re.DOTALL)
-_MARKS = (b"Moment_1_", b"Update_Count_")
+MARKS = (b"Moment_1_", b"Update_Count_")
+"""In the pickle of every such file that has optimizer state."""
+_OURS = b"torch_ort_ckpt"  # in what format `torch` writes, whose weights may have any names
 
 
 def matches(path: Path) -> bool:
@@ -142,5 +144,5 @@ def _has_marks(path: Path) -> bool:
         for entry in archive.infolist():
             if entry.filename.endswith("/data.pkl") and entry.compress_type == zipfile.ZIP_STORED:
                 content = archive.read(entry)
-                return any(mark in content for mark in _MARKS)
+                return any(mark in content for mark in MARKS) and _OURS not in content
     return False

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..folders import atomic_folder
 from ..folders import repair as repair
-from ..names import joined_aliases, split_aliases
+from ..names import joined_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string
 from ..storage import FileBuffer, Progress
 from . import extras, protobuf, readers
@@ -43,7 +43,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read the files of a folder."""
     state = _as_written(path, mmap)
     _restore_stateless(state, path)
-    return extras.unpack(split_aliases(state), path)
+    return extras.unpack(state, path)
 
 
 def read_by(path: Path) -> str:

@@ -21,7 +21,8 @@ from ..state import CheckpointState
 from ..storage import FileBuffer, PathLike, Progress, atomic_write, warn
 from . import torch_archive
 from .deferred import DeferredErrors
-from .notes import describe, rebuild
+from .notes import describe, lost_with_weights_alone, rebuild
+from .ortpt import MARKS
 from .torch_objects import Opaque
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -74,8 +75,11 @@ def _state(content: Any, path: Path) -> CheckpointState:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field=KEY) from error
     state = CheckpointState()
+    plain = {name: plain_name(name) for name in tensors}
+    if len(set(plain.values())) < len(plain):  # with and without a wrapper's prefix: two weights, not one
+        plain = {name: name for name in tensors}
     for name, value in tensors.items():
-        (state.trainable if value.is_floating_point() else state.frozen)[plain_name(name)] = value.detach()
+        (state.trainable if value.is_floating_point() else state.frozen)[plain[name]] = value.detach()
     if tensors is not content:
         state.properties = {key: value for key, value in content.items() if isinstance(key, str) and type(value) in _PLAIN}
         _read_optimizer(state, content, path)
@@ -169,8 +173,14 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
         if note["strings"] or state.optimizer:
             what = "a bare state dict holds no optimizer state and no string tensors"
             raise UnsupportedError(what, path=path, remedy="Pass include_optimizer=False, or bare=False.")
-        if state.properties:
-            warn(f"{path}: a bare state dict holds no properties; {len(state.properties)} are left out")
+        if odd := next((name for name in content if plain_name(name) != name or any(mark in name.encode() for mark in MARKS)), None):
+            raise UnsupportedError(
+                "a name that would read as another one from a bare state dict", path=path, field=odd, remedy="Rename it."
+            )
+        if state.nominal:
+            raise UnsupportedError("a bare state dict can't say that it is nominal", path=path, remedy="Complete it first, or bare=False.")
+        if lost := lost_with_weights_alone(state):
+            warn(f"{path}: a bare state dict holds weights only; left out: {', '.join(lost)}")
     else:
         note["moments"] = {
             name: {param: {key: _whole(value) for key, value in states.items()} for param, states in group.states.items()}
