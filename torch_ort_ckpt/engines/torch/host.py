@@ -190,6 +190,9 @@ def _shape(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Hos
     else:
         whole = emit(getattr, value, "shape")
     start, end = attributes.get("start", 0), attributes.get("end")
+    single = end == start + 1 != 0 or (start, end) == (-1, None)
+    if single and not isinstance(whole, tuple):  # one dimension, which exporters squeeze next
+        return Host((emit(operator.getitem, whole, start),), 1)
     if start or end is not None:
         whole = emit(operator.getitem, whole, slice(start, end))
     return Host(whole, 1)

@@ -176,9 +176,10 @@ class GraphBuilder:
         if not isinstance(value, Host):
             return value
         if value.constant:
-            node = self._buffer(name, torch.tensor(value.value, dtype=value.dtype))
-            self.values[name + "$tensor"] = node
-            return node
+            known = f"{name}$tensor"
+            if known not in self.values:
+                self.values[known] = self._buffer(name, torch.tensor(value.value, dtype=value.dtype))
+            return self.values[known]
         return self.graph.call_function(torch.tensor, (value.value,), {"dtype": value.dtype, "device": self.device()})
 
     def device(self) -> Any:
