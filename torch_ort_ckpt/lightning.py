@@ -155,7 +155,18 @@ def read_lightning(path: Path, map_location: Any = None) -> dict[str, Any]:
     entry.verify()
     content: dict[str, Any] = entry.shared(entry.state().clone())
     if isinstance(map_location, (str, torch.device)):
-        content = torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value.to(map_location), content)
+        content = _moved(content, map_location)
+    return content
+
+
+def _moved(content: Any, device: str | torch.device) -> Any:
+    """Plain data with its tensors on the device."""
+    if isinstance(content, torch.Tensor):
+        return content.to(device)
+    if type(content) is dict:
+        return {key: _moved(value, device) for key, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(_moved(value, device) for value in content)
     return content
 
 

@@ -28,9 +28,10 @@ from ..graphs import (
     refuse_crashes,
     unbias_statistics,
 )
+from ..pytorch_private import keeps_graph
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
-from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, scale, spent
+from .gradients import GradientBuffer, GradientPool, Lease, scale, spent
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 
 

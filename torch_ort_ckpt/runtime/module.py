@@ -16,6 +16,7 @@ from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
+from ..pytorch_private import foreach_add_
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
 from . import checkpoints
@@ -261,7 +262,7 @@ class OrtModule(nn.Module):
                 old.append(current)
                 new.append(gradient)
         if old:
-            torch._foreach_add_(old, new)
+            foreach_add_(old, new)
         self._loop.gradients, self._loop.overwrite = gradients, False
 
     def _norms(self) -> list[BatchNorm]:
@@ -276,7 +277,7 @@ class OrtModule(nn.Module):
             counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1 for counter in counters
         ):
             with torch.no_grad():
-                torch._foreach_add_(counters, 1)
+                foreach_add_(counters, 1)
             return
         for counter in counters:  # after a run has emptied the caches, PyTorch's operator would take 100 us
             ctypes.c_int64.from_address(counter.data_ptr()).value += 1

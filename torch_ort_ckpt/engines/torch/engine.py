@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 from ...artifacts import Artifacts
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
+from ...pytorch_private import keeps_graph
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
-from ..gradients import keeps_graph, scale, spent
+from ..gradients import scale, spent
 from .translate import Translation, translate
 
 

@@ -204,7 +204,8 @@ class GraphBuilder:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         module = fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
-        module._non_persistent_buffers_set.update(name for name, _ in module.named_buffers(recurse=False))  # GraphModule forgets it
+        for name, value in list(module.named_buffers(recurse=False)):  # GraphModule forgets that they are not part of a state dict
+            module.register_buffer(name, value, persistent=False)
         return module
 
     def submodule(self, module: nn.Module) -> fx.Node:
