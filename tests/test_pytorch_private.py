@@ -93,13 +93,14 @@ expected = numbers()
 names = list(sys.modules["torch_ort_ckpt.pytorch_private"].NAMES)
 assert not sys.modules["torch_ort_ckpt.pytorch_private"].MISSING
 results = {"": expected}
-for missing in [[name] for name in names] + [names]:
+for missing in [[name] for name in names] + [names, ["_C._dynamo.guards"]]:
     fresh()
     with without(missing):
         importlib.import_module("torch_ort_ckpt.pytorch_private")
         importlib.import_module("torch_ort_ckpt.engines.gradients")
         importlib.import_module("torch_ort_ckpt.runtime.optimizer")
-    assert sys.modules["torch_ort_ckpt.pytorch_private"].MISSING == missing
+    left = sys.modules["torch_ort_ckpt.pytorch_private"].MISSING
+    assert left == missing or left == ["_C._dynamo.guards._reinterpret_tensor"], left
     results[" ".join(missing)] = numbers()
 print(json.dumps(results))
 '''
@@ -115,7 +116,9 @@ def results() -> dict[str, dict[str, list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("missing", [*pytorch_private.NAMES, " ".join(pytorch_private.NAMES)], ids=lambda text: text[:40])
+@pytest.mark.parametrize(
+    "missing", [*pytorch_private.NAMES, " ".join(pytorch_private.NAMES), "_C._dynamo.guards"], ids=lambda text: text[:40]
+)
 def test_training_does_without(missing: str, results: dict[str, dict[str, list[float]]]) -> None:
     for engine, values in results[""].items():
         assert results[missing][engine] == pytest.approx(values, rel=1e-5, abs=1e-6), engine

@@ -153,6 +153,7 @@ _CLASSES = {
     "DTensor": ("torch.distributed.tensor", "torch.distributed._tensor"),
     "FSDPModule": ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"),
     "OptimizedModule": ("torch._dynamo.eval_frame",),
+    "ZeroRedundancyOptimizer": ("torch.distributed.optim",),
 }
 
 
@@ -170,6 +171,11 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def is_fsdp(module: nn.Module) -> bool:
     """Whether FSDP2's `fully_shard` was called on it."""
     return _is_a("FSDPModule", module)
+
+
+def is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer, whose state is spread over the ranks."""
+    return _is_a("ZeroRedundancyOptimizer", optimizer)
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:

@@ -19,6 +19,7 @@ from ..inference import export_inference
 from ..pytorch_private import foreach_add_
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
+from ..training_graph import TrainingGraph
 from . import checkpoints
 from .inputs import ordered_inputs
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .optimizer import OrtOptimizer
 
 
-class OrtModule(nn.Module):
+class OrtModule(TrainingGraph):
     """Runs training artifacts: `loss = model(x, y); loss.backward()`.
 
     In training mode the training graph runs and the loss carries gradients; in eval mode, and under `no_grad`, the eval graph runs.
