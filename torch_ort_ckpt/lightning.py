@@ -32,6 +32,7 @@ from .storage import as_path, readable, warn
 from .training import tree
 from .training.directory import pending_folder, recover, remove
 from .training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree
+from .training_graph import TrainingGraph
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 KEY = "torch_ort_ckpt"
@@ -155,12 +156,12 @@ def training_state(trainer: Any, part: str | None = None, *, include_optimizer: 
     chosen = root.get_submodule(part) if part is not None else _only_graph(root) or root
     optimizer = trainer.optimizers[0] if include_optimizer and trainer.optimizers else None
     properties: dict[str, int | float | str] = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-    if hasattr(chosen, "load_checkpoint") and hasattr(chosen, "seed_dropout"):
-        take: Any = chosen.checkpoint
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if inner is None or hasattr(inner, "checkpoint_step"):
-            state: CheckpointState = take(inner, properties=properties)
-            return state
+    if isinstance(chosen, TrainingGraph):
+        from .runtime.optimizer import OrtOptimizer  # brings onnx, which such a module has brought already
+
+        inner = _unwrapped(optimizer)
+        if inner is None or isinstance(inner, OrtOptimizer):
+            return chosen.checkpoint(inner, properties=properties)
     held = {id(parameter) for parameter in chosen.parameters()}
     whole = optimizer is not None and all(id(p) in held for group in optimizer.param_groups for p in group["params"])
     return from_torch(chosen, optimizer if whole else None, properties=properties)
@@ -186,7 +187,18 @@ def read_lightning(path: Path, map_location: Any = None) -> dict[str, Any]:
     entry.verify()
     content: dict[str, Any] = entry.shared(entry.state().clone())
     if isinstance(map_location, (str, torch.device)):
-        content = torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value.to(map_location), content)
+        content = _moved(content, map_location)
+    return content
+
+
+def _moved(content: Any, device: str | torch.device) -> Any:
+    """Plain data with its tensors on the device."""
+    if isinstance(content, torch.Tensor):
+        return content.to(device)
+    if type(content) is dict:
+        return {key: _moved(value, device) for key, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(_moved(value, device) for value in content)
     return content
 
 
@@ -208,8 +220,15 @@ def _state_of(checkpoint: Mapping[str, Any], path: Path) -> CheckpointState:
 
 
 def _only_graph(root: nn.Module) -> nn.Module | None:
-    found = [module for module in root.modules() if hasattr(module, "seed_dropout") and hasattr(module, "load_checkpoint")]
+    found = [module for module in root.modules() if isinstance(module, TrainingGraph)]
     return found[0] if len(found) == 1 else None
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside Lightning's own wrapper."""
+    modules = [sys.modules.get(f"{package}.core.optimizer") for package in PACKAGES.values()]
+    kinds = tuple(module.LightningOptimizer for module in modules if module is not None)
+    return optimizer.optimizer if isinstance(optimizer, kinds) else optimizer
 
 
 def _remove(path: Path) -> None:

@@ -38,7 +38,7 @@ class Loop:
                 old.append(current)
                 new.append(gradient)
         if old:
-            torch._foreach_add_(old, new)
+            foreach_add_(old, new)
         self.gradients, self.overwrite = gradients, False
 
 
