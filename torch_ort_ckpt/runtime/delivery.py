@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..pytorch_private import foreach_add_
+
 
 class Loop:
     """What one step leaves for the next. Not attributes of the module, where setting one takes ten times as long."""
