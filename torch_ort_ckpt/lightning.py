@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .bridge import from_torch, group_from_torch
-from .errors import CheckpointError, MissingDependencyError, MissingFileError, UnsupportedError
+from .errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
 from .formats import save
 from .formats.safetensors import files
 from .formats.torch import parameter_names
@@ -91,6 +91,8 @@ def _load_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, A
             path=path,
             remedy="If you trust the file, pass weights_only=False to the Trainer's fit, validate or test.",
         ) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CorruptFileError(f"torch.load can't read it ({type(error).__name__})", path=path) from error
     return found
 
 

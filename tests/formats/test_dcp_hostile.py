@@ -32,6 +32,7 @@ import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 
 from ..fuzz.mutate import limited_memory, peak_memory
+from ..truth import DATA
 
 
 def archive(value: Any) -> bytes:
@@ -230,6 +231,22 @@ def test_code_in_a_chunk_is_not_run(folder: Folder, tmp_path: Path) -> None:
     folder.item(MetadataIndex("w", (0,)), archive(Trap(tmp_path / "sprung")))
     refused(folder.write(), "unsafe unpickling", UnsupportedError)
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_no_unpickler_is_called_at_all(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = toc.load(DATA / "fbv2_ort1_19_2_adamw_full" / "checkpoint")
+    toc.save(state, tmp_path / "c", format=format)
+
+    def called(*_: Any, **__: Any) -> None:
+        raise AssertionError("an unpickler")
+
+    for module, names in ((pickle, ("load", "loads", "Unpickler", "_Unpickler")), (torch, ("load",)), (dcp, ("load",))):
+        for name in names:
+            monkeypatch.setattr(module, name, called)
+    monkeypatch.setattr(torch._weights_only_unpickler, "load", called)
+    for mmap in (True, False):
+        assert toc.load(tmp_path / "c", format=format, mmap=mmap) == state
 
 
 # Lies
