@@ -21,6 +21,7 @@ def check_state(state: CheckpointState, path: PathLike) -> None:
         _check_names(getattr(state, kind), path, kind)
     for group_name, group in state.optimizer.items():
         _check_names(group.states, path, f"optimizer/{group_name}")
+        _check_names(group.hyperparameters, path, f"optimizer/{group_name}/hyperparameters")
         for param, moments in group.states.items():
             _check_names(moments, path, f"optimizer/{group_name}/{param}")
         if type(group.step) is not int:
