@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
-from ..pytorch_private import foreach_add_
+from ..pytorch_private import foreach_add_, is_fsdp
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
 from ..training_graph import TrainingGraph
@@ -70,12 +71,25 @@ class OrtModule(TrainingGraph):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
+        run: Callable[[], Any] = partial(self._run, args, kwargs)
+        for scope in self._sharded_scopes():  # whose parameters are whole while its own forward runs
+            run = partial(scope, run)
+        return run()
+
+    def _sharded_scopes(self) -> list[Scope]:
+        return [scope for scope in self._scopes if type(scope) is not Scope and is_fsdp(scope)]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         engine = self.engine
-        art = self.artifacts
-        inputs = ordered_inputs(
-            art.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable, provided=art.input_gradients
-        )
         tensors = self._tensors()
+        inputs = ordered_inputs(
+            engine.input_specs(tensors),
+            args,
+            kwargs,
+            self._options.device,
+            differentiable=engine.differentiable,
+            provided=self.artifacts.input_gradients,
+        )
         if self.training and torch.is_grad_enabled():
             if self._loop.overwrite:
                 self.zero_grad()
@@ -89,8 +103,13 @@ class OrtModule(TrainingGraph):
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
-        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
+        if (type(self) is not OrtModule and is_fsdp(self)) or self._sharded_scopes():
+            raise UnsupportedError(
+                "train_step goes around the forward in which FSDP2 gathers parameters, and the backward in which it reduces gradients",
+                remedy="Use loss = model(...) and loss.backward().",
+            )
         tensors, loop = self._tensors(), self._loop
+        inputs = ordered_inputs(self.engine.input_specs(tensors), args, kwargs, self._options.device)
         with torch.no_grad():
             if loop.overwrite and loop.gradients is not None and self.engine.name == "ort":
                 outputs, gradients = cast(OverwritingEngine, self._engine).step_into(loop.gradients, inputs, tensors, self._next_seed())
@@ -201,6 +220,7 @@ class OrtModule(TrainingGraph):
                 places[name] = (owner, key)
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
         self._places = places
+        self._scopes = [module for module in self.modules() if isinstance(module, Scope)]
         self._unfilled = set(places) if state.nominal else set()
         self._slots = [places[name] for name in specs]
         used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
@@ -321,6 +341,10 @@ class _Loop:
 
 class Scope(nn.Module):
     """Holds the parameters whose names share a prefix, so that `model.fc1.weight` works."""
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """FSDP2 gathers a module's parameters before its forward, and gives them up after it: the graph runs in between."""
+        return run()
 
 
 def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> dict[str, int]:
