@@ -6,7 +6,8 @@ import copy
 import ctypes
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
-from ..pytorch_private import foreach_add_
+from ..pytorch_private import foreach_add_, is_fsdp
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike, warn
 from ..training_graph import TrainingGraph
@@ -76,14 +77,27 @@ class OrtModule(TrainingGraph):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
+        run: Callable[[], Any] = partial(self._run, args, kwargs)
+        for scope in self._sharded_scopes():  # whose parameters are whole while its own forward runs
+            run = partial(scope, run)
+        return run()
+
+    def _sharded_scopes(self) -> list[Scope]:
+        return [scope for scope in self._scopes if type(scope) is not Scope and is_fsdp(scope)]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         engine = self.engine
-        art = self.artifacts
-        inputs = ordered_inputs(
-            art.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable, provided=art.input_gradients
-        )
-        self._check_shapes(inputs, engine.differentiable)
         training = self.training and torch.is_grad_enabled()
         tensors = self._tensors(training)
+        inputs = ordered_inputs(
+            engine.input_specs(tensors),
+            args,
+            kwargs,
+            self._options.device,
+            differentiable=engine.differentiable,
+            provided=self.artifacts.input_gradients,
+        )
+        self._check_shapes(inputs, engine.differentiable)
         if training:
             if self._loop.overwrite:
                 self.zero_grad()
@@ -97,14 +111,19 @@ class OrtModule(TrainingGraph):
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
-        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
-        self._check_shapes(inputs, self.engine.differentiable)
+        if (type(self) is not OrtModule and is_fsdp(self)) or self._sharded_scopes():
+            raise UnsupportedError(
+                "train_step goes around the forward in which FSDP2 gathers parameters, and the backward in which it reduces gradients",
+                remedy="Use loss = model(...) and loss.backward().",
+            )
         loop, computed = self._loop, list[str]()
         with loop.lock, torch.no_grad():
             with torch.enable_grad():  # a computed parameter hands its gradient on
                 if self._forward_pre_hooks:
                     compute_values([self])
                 tensors = self._tensors(training=True, computed=computed)
+            inputs = ordered_inputs(self.engine.input_specs(tensors), args, kwargs, self._options.device)
+            self._check_shapes(inputs, self.engine.differentiable)
             if computed and loop.overwrite:
                 self.zero_grad()
                 loop.overwrite = False
@@ -219,6 +238,7 @@ class OrtModule(TrainingGraph):
         # Every attribute exists before the first parameter does, which may have its name.
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._slots: list[tuple[nn.Module, str]] = []
+        self._scopes: list[Scope] = []
         self._counters: list[tuple[nn.Module, str]] = []
         self._unfilled = {name for kind in self.names.values() for name in kind} if state.nominal else set()
         order = {name: index for index, name in enumerate(specs)}
@@ -238,6 +258,7 @@ class OrtModule(TrainingGraph):
                     owner._buffers[key] = tensor
                 self._places[name] = (owner, key)
         self._slots += [self._places[name] for name in specs]
+        self._scopes += [module for module in self.modules() if isinstance(module, Scope)]
         used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
         counters = [name for name in self._places if name.endswith("num_batches_tracked")]
         self._counters += [self._places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,16 +31,22 @@ class Scope(nn.Module):
         if not set_own_attribute(self, name, value):
             super().__setattr__(name, value)
 
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """FSDP2 gathers a module's parameters before its forward, and gives them up after it: the graph runs in between."""
+        return run()
+
     def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        if not computes_values(hook):
+        if computes_values(hook):
+            if self not in self._hooked:
+                self._hooked.append(self)
+        elif not _is_sharding(hook):
             warn(_NEVER_CALLED)
-        elif self not in self._hooked:
-            self._hooked.append(self)
         return super().register_forward_pre_hook(hook, *args, **kwargs)
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        warn(_NEVER_CALLED)
-        return super().register_forward_hook(*args, **kwargs)
+    def register_forward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_sharding(hook):
+            warn(_NEVER_CALLED)
+        return super().register_forward_hook(hook, *args, **kwargs)
 
     def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         warn(_NEVER_CALLED)
@@ -53,6 +59,11 @@ class Scope(nn.Module):
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         warn(_NEVER_CALLED)
         return super().register_full_backward_pre_hook(*args, **kwargs)
+
+
+def _is_sharding(hook: Any) -> bool:
+    """Whether it is one of FSDP2's own, for whose sake a sharded submodule's forward is called after all."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def computes_values(hook: Any) -> bool:
