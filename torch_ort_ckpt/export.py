@@ -25,7 +25,7 @@ from .artifacts import Artifacts, OptimizerSpec
 from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, MissingDependencyError, UnsupportedError
 from .formats import save
-from .graphs import load_model, refuse_crashes
+from .graphs import ONNX_ERRORS, load_model, refuse_crashes
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
 from .state import CheckpointState
@@ -313,7 +313,7 @@ def _generate(
                 additional_output_names=list(extras) or None,
                 loss_input_names=first,
             )
-    except ort_errors() as error:
+    except ort_errors() + ONNX_ERRORS as error:
         raise UnsupportedError(
             f"ONNX Runtime can't build the gradient graph: {error}",
             remedy="An operator without a gradient: replace it in the module, or train it with torch_ort_ckpt's torch engine.",
