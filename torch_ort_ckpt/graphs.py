@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx.shape_inference
 import torch
 from google.protobuf.message import DecodeError
 
@@ -23,6 +24,8 @@ RANDOM_OPS = frozenset(
     {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial"}
     | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
+ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
+"""What the `onnx` package raises about a model; nobody outside sees them."""
 RECURRENT_OPS = frozenset({"LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"})
 
 
@@ -69,13 +72,16 @@ class BatchNorm:
 def load_model(path: str | os.PathLike[str], *, weights: bool = False) -> onnx.ModelProto:
     """Parse an ONNX file; external data is read only where asked for."""
     try:
-        return onnx.load(os.fspath(path), load_external_data=weights)
+        model = onnx.load(os.fspath(path), load_external_data=weights)
     except FileNotFoundError as error:
         raise MissingFileError("no such file", path=path) from error
     except (DecodeError, ValueError, onnx.checker.ValidationError) as error:
         raise CorruptFileError(f"not an ONNX model ({error})", path=path) from error
     except OSError as error:
         raise CheckpointError(f"can't be read ({error.strerror})", path=path, remedy="Check the path and its permissions.") from error
+    if not model.HasField("graph"):
+        raise CorruptFileError("not an ONNX model (it holds no graph)", path=path)
+    return model
 
 
 def spec_of(value: onnx.ValueInfoProto) -> TensorSpec:
@@ -107,7 +113,25 @@ def describe_ort_file(path: str | os.PathLike[str], side: str) -> list[TensorSpe
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+    return {item.name: attribute_value(item) for item in node.attribute}
+
+
+def attribute_value(item: onnx.AttributeProto) -> Any:
+    try:
+        return onnx.helper.get_attribute_value(item)
+    except ValueError as error:
+        raise CorruptFileError(f"an attribute that has no value ({error})", field=item.name) from error
+
+
+def with_inferred_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the types and shapes of its values, as far as they can be found."""
+    try:
+        return onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True)
+    except (*ONNX_ERRORS, ValueError) as error:
+        raise UnsupportedError(
+            f"its shapes can't be inferred ({str(error).strip()})",
+            remedy="The graph contradicts itself: export it anew, with another opset or exporter.",
+        ) from error
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:

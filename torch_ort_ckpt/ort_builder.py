@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx.checker
-import onnx.shape_inference
 from onnx import helper
 
 from .errors import CheckpointError, MissingDependencyError, UnsupportedError
+from .graphs import ONNX_ERRORS
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
-
-ONNX_ERRORS: tuple[type[Exception], ...] = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
 IGNORE_INDEX = -100
 """The label that PyTorch's cross entropy leaves out unless told otherwise."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper, shape_inference
+from onnx import helper, numpy_helper
 
-from .graphs import all_nodes, attributes
+from .graphs import all_nodes, attributes, with_inferred_shapes
 
 MAX_IR_VERSION = 10
 """The newest that ORT 1.19.2 loads."""
@@ -18,6 +18,7 @@ def repair_forward(model: onnx.ModelProto) -> list[str]:
     """Make an exported forward graph differentiable for ORT (in place); returns what was done, for the log."""
     done = []
     repairs: Iterable[tuple[str, Callable[[onnx.ModelProto], int]]] = (
+        ("counted Transpose's axes from the front", count_axes_from_front),
         ("gave LayerNormalization and Dropout the outputs their gradients need", complete_outputs),
         ("replaced CastLike by Cast", replace_cast_like),
         ("decomposed InstanceNormalization", decompose_instance_norm),
@@ -35,6 +36,17 @@ def cap_ir_version(model: onnx.ModelProto) -> bool:
     if too_new:
         model.ir_version = MAX_IR_VERSION
     return bool(too_new)
+
+
+def count_axes_from_front(model: onnx.ModelProto) -> int:
+    """PyTorch's older exporter writes `permute(0, -1, 1)` as it stands; ONNX knows no negative axes there."""
+    count = 0
+    for node in all_nodes(model.graph):
+        for item in node.attribute:
+            if node.op_type == "Transpose" and item.name == "perm" and any(axis < 0 for axis in item.ints):
+                item.ints[:] = [axis + len(item.ints) if axis < 0 else axis for axis in item.ints]
+                count += 1
+    return count
 
 
 def complete_outputs(model: onnx.ModelProto) -> int:
@@ -129,7 +141,7 @@ def typed_values(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     kept = [tensor for tensor in slim.graph.initializer if not (tensor.raw_data and len(tensor.raw_data) > 4096)]
     del slim.graph.initializer[:]
     slim.graph.initializer.extend(kept)
-    graph = shape_inference.infer_shapes(slim, check_type=False, strict_mode=False, data_prop=True).graph
+    graph = with_inferred_shapes(slim).graph
     return [value for value in [*graph.input, *graph.output, *graph.value_info] if value.type.HasField("tensor_type")]
 
 

@@ -12,7 +12,8 @@ import torch
 from onnx import numpy_helper
 
 from ...dtypes import TORCH_FROM_ONNX
-from ...errors import UnsupportedError
+from ...errors import CorruptFileError, UnsupportedError
+from ...graphs import ONNX_ERRORS, attribute_value
 
 _DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "qk_matmul_precision"}
 _LONGEST = 60
@@ -31,19 +32,28 @@ def read_attributes(node: onnx.NodeProto) -> dict[str, Any]:
 def read_tensor(proto: onnx.TensorProto) -> torch.Tensor | np.ndarray[Any, Any]:
     """The constant as a torch tensor; string tensors are numpy object arrays."""
     if proto.data_type == onnx.TensorProto.STRING:
-        return numpy_helper.to_array(proto)
+        return _array(proto)
     dtype = torch_dtype(proto.data_type)
-    array = numpy_helper.to_array(proto)
+    array = _array(proto)
     if array.dtype.kind == "V" or array.dtype.name not in _PLAIN:  # bfloat16 and float8, which numpy only knows as bits
         bits = np.ascontiguousarray(array).view(np.int16 if array.dtype.itemsize == 2 else np.uint8)
         return torch.from_numpy(bits.copy()).view(dtype).reshape(array.shape)
     return torch.from_numpy(np.array(array, copy=True, order="C"))
 
 
+def _array(proto: onnx.TensorProto) -> np.ndarray[Any, Any]:
+    try:
+        if any(size < 0 for size in proto.dims):
+            raise ValueError(f"shape {list(proto.dims)}")
+        return numpy_helper.to_array(proto)
+    except (ValueError, TypeError, KeyError, *ONNX_ERRORS) as error:
+        raise CorruptFileError(f"a constant that does not fit its type and shape ({error})", field=proto.name) from error
+
+
 def constant_value(node: onnx.NodeProto) -> torch.Tensor | np.ndarray[Any, Any]:
     """What a `Constant` node holds, whichever of its attributes holds it."""
     (attribute,) = node.attribute
-    value = onnx.helper.get_attribute_value(attribute)
+    value = attribute_value(attribute)
     if attribute.name == "value":
         return read_tensor(value)
     kinds = {"value_int": torch.int64, "value_ints": torch.int64, "value_float": torch.float32, "value_floats": torch.float32}
@@ -96,7 +106,7 @@ _PLAIN = {
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:
-    value = onnx.helper.get_attribute_value(attribute)
+    value = attribute_value(attribute)
     if attribute.type == onnx.AttributeProto.TENSOR:
         return read_tensor(value)
     if attribute.type == onnx.AttributeProto.STRING:

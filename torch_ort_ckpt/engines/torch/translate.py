@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import CheckpointError, UnsupportedError
-from ...graphs import RANDOM_OPS
+from ...graphs import ONNX_ERRORS, RANDOM_OPS
 from .constants import constant_value, identifier, read_attributes, read_tensor
 from .host import Host, fold_host, host_constant
 from .joins import join_linear
@@ -58,7 +58,10 @@ def translate(
     graph does not use are left out. Other initializers become constants of the module. The user inputs are the graph's, those that the
     named `outputs` need, or `inputs`: any values of the graph, whose computation is then left out."""
     if model.functions:
-        model = onnx.inliner.inline_local_functions(model)
+        try:
+            model = onnx.inliner.inline_local_functions(model)
+        except (*ONNX_ERRORS, ValueError, RuntimeError) as error:
+            raise UnsupportedError(f"its functions can't be inlined ({error})", remedy="Export the model without functions.") from error
     graph = model.graph
     wanted = forward_outputs(model) if outputs is None else list(outputs)
     nodes, needed = slice_graph(graph, wanted, inputs or ())
