@@ -289,7 +289,8 @@ class OrtModule(nn.Module):
             return
         counters = [lookup(*place) for place in self._counters]
         if self.engine.differentiable or not all(
-            counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1 for counter in counters
+            type(counter) is torch.Tensor and counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1
+            for counter in counters
         ):
             with torch.no_grad():
                 torch._foreach_add_(counters, 1)
