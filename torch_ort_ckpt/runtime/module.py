@@ -98,11 +98,13 @@ class OrtModule(nn.Module):
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
         self._check_shapes(inputs, self.engine.differentiable)
         loop, computed = self._loop, list[str]()
-        with loop.lock, torch.no_grad():
+        if not torch.is_grad_enabled():
             with torch.enable_grad():  # a computed parameter hands its gradient on
-                if self._forward_pre_hooks:
-                    compute_values([self])
-                tensors = self._tensors(training=True, computed=computed)
+                return self.train_step(*inputs)
+        if self._forward_pre_hooks:
+            compute_values([self])
+        tensors = self._tensors(training=True, computed=computed)
+        with loop.lock, torch.no_grad():
             if computed and loop.overwrite:
                 self.zero_grad()
                 loop.overwrite = False
@@ -339,7 +341,7 @@ class OrtModule(nn.Module):
 
     def __copy__(self) -> OrtModule:
         copied = type(self).__new__(type(self))
-        copied.__dict__.update({**self.__dict__, "_engine": None})
+        copied.__dict__.update({**self.__dict__, "_engine": None, "_loop": Loop(self._loop.overwrite)})
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OrtModule:
