@@ -22,9 +22,13 @@ ALIASABLE = frozenset(
     | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 )
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def to_ort(tensor: torch.Tensor) -> Any:
     """An OrtValue on the tensor's memory, which it keeps alive. The tensor must be contiguous."""
+    if not has_memory(tensor):
+        raise without_memory(tensor)
     if tensor.dtype not in ALIASABLE:
         raise UnsupportedError(f"ONNX Runtime can't borrow tensors of {short_name(tensor.dtype)}", remedy="Convert it first.")
     if not tensor.is_contiguous():
@@ -42,6 +46,24 @@ def from_ort(value: Any, is_bool: bool = False) -> torch.Tensor:
     """A tensor on the OrtValue's memory, which it keeps alive. DLPack does not tell bool from uint8."""
     tensor = from_dlpack(value.to_dlpack())
     return tensor.view(torch.bool) if is_bool else tensor
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values lie where the tensor says: not so for DTensors and other wrappers around tensors, which ORT would crash on."""
+    if type(tensor) in _PLAIN or tensor.numel() == 0:
+        return True
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # a fake tensor has no address at all
+        return False
+
+
+def without_memory(tensor: torch.Tensor, field: str | None = None) -> UnsupportedError:
+    return UnsupportedError(
+        f"is a {type(tensor).__name__}: ONNX Runtime needs the whole tensor in the memory of this process",
+        field=field,
+        remedy='Use engine="torch" for FSDP2 and tensor parallelism.',
+    )
 
 
 def as_input(tensor: torch.Tensor) -> torch.Tensor:

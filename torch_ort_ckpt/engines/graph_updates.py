@@ -21,11 +21,12 @@ from ..dtypes import short_name
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import model_bytes
 from . import EngineOptions, Tensors
-from .dlpack import to_ort
+from .dlpack import has_memory, to_ort
 from .memory import Piece, pieces
 from .sequences import available, make_sequence
 from .sessions import make_session, ort_errors
 from .updates import Update
+from .versions import as_ort_loads
 
 _KEPT = 4
 """Sequences kept: gradients come in the few buffers of a pool."""
@@ -69,7 +70,7 @@ class GraphUpdater:
                 session = make_session(str(path), self._options)
             else:
                 source = with_boolean_flag(model if built_in else with_hyperparameters(model, spec))
-                session = make_session(model_bytes(source, path), self._options)
+                session = make_session(model_bytes(as_ort_loads(source), path), self._options)
             self._runs[spec] = SequenceRun(session) if available() else ListRun(session)
         return self._runs[spec]
 
@@ -111,6 +112,8 @@ class _Roles:
         if key not in self._known:
             for get in self._get:
                 for tensor in get(update):
+                    if not has_memory(tensor):
+                        raise _refusal(type(tensor).__name__)
                     if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
                         raise _refusal("strided" if tensor.dtype is torch.float32 else short_name(tensor.dtype))
             if len(self._known) >= _KEPT:

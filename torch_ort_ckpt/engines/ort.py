@@ -34,6 +34,7 @@ from .dlpack import to_ort
 from .gradients import GradientBuffer, GradientPool, Lease, refuse_second_derivative, scale, spent
 from .labels import check_labels
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
+from .versions import as_ort_loads
 
 
 class OrtEngine:
@@ -167,7 +168,7 @@ class _TrainingGraph(GraphSession):
             super().__init__(str(artifacts.training_path), artifacts, options, {spec.name for spec in artifacts.training_inputs})
         else:
             model = self._prepared(artifacts.training, artifacts, options)
-            source = model_bytes(model, artifacts.training_path)
+            source = model_bytes(as_ort_loads(model), artifacts.training_path)
             super().__init__(source, artifacts, options, {value.name for value in model.graph.input})
         self.pool = GradientPool(self._new_buffer)
 
@@ -218,7 +219,7 @@ class _EvalGraph(GraphSession):
         graph = artifacts.eval
         if graph is not None and options.device.type == "cpu":
             graph, self.labels = check_labels(graph, artifacts.inputs)
-        model = str(artifacts.eval_path) if graph is None else model_bytes(graph, artifacts.eval_path)
+        model = str(artifacts.eval_path) if graph is None else model_bytes(as_ort_loads(graph), artifacts.eval_path)
         super().__init__(model, artifacts, options, {spec.name for spec in artifacts.eval_inputs})
         self.outputs = [spec.name for spec in artifacts.eval_outputs]
         self._free: list[Binding] = []

@@ -15,7 +15,7 @@ from ..graphs import TensorSpec
 from ..pytorch_private import foreach_copy_
 from ..state import split_half_suffix
 from . import EngineOptions, Tensors, cuda
-from .dlpack import as_input, from_ort, to_ort
+from .dlpack import as_input, from_ort, has_memory, to_ort, without_memory
 from .labels import NO_CHECKS, LabelChecks
 
 
@@ -189,6 +189,8 @@ def ort_device(device: torch.device) -> Any:
 
 
 def _checked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if not has_memory(tensor):
+        raise without_memory(tensor, spec.name)
     if tensor.dtype != spec.dtype and spec.dtype is not None:
         raise UnsupportedError(
             f"is {short_name(tensor.dtype)} now, the graph computes with {short_name(spec.dtype)}",

@@ -117,13 +117,15 @@ class OrtModule(TrainingGraph):
                 remedy="Use loss = model(...) and loss.backward().",
             )
         loop, computed = self._loop, list[str]()
-        with loop.lock, torch.no_grad():
+        if not torch.is_grad_enabled():
             with torch.enable_grad():  # a computed parameter hands its gradient on
-                if self._forward_pre_hooks:
-                    compute_values([self])
-                tensors = self._tensors(training=True, computed=computed)
-            inputs = ordered_inputs(self.engine.input_specs(tensors), args, kwargs, self._options.device)
-            self._check_shapes(inputs, self.engine.differentiable)
+                return self.train_step(*args, **kwargs)
+        if self._forward_pre_hooks:
+            compute_values([self])
+        tensors = self._tensors(training=True, computed=computed)
+        inputs = ordered_inputs(self.engine.input_specs(tensors), args, kwargs, self._options.device)
+        self._check_shapes(inputs, self.engine.differentiable)
+        with loop.lock, torch.no_grad():
             if computed and loop.overwrite:
                 self.zero_grad()
                 loop.overwrite = False
@@ -312,7 +314,8 @@ class OrtModule(TrainingGraph):
             return
         counters = [lookup(*place) for place in self._counters]
         if self.engine.differentiable or not all(
-            counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1 for counter in counters
+            type(counter) is torch.Tensor and counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1
+            for counter in counters
         ):
             with torch.no_grad():
                 foreach_add_(counters, 1)
@@ -361,7 +364,7 @@ class OrtModule(TrainingGraph):
 
     def __copy__(self) -> OrtModule:
         copied = type(self).__new__(type(self))
-        copied.__dict__.update({**self.__dict__, "_engine": None})
+        copied.__dict__.update({**self.__dict__, "_engine": None, "_loop": Loop(self._loop.overwrite)})
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OrtModule:

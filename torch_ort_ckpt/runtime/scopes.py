@@ -119,7 +119,7 @@ def is_computed(owner: nn.Module, key: str) -> bool:
 
 
 def set_own_attribute(module: nn.Module, name: str, value: Any) -> bool:
-    """Set an attribute that a parameter, buffer or scope of the graph happens to share its name with; False where none does.
+    """Set an attribute that the module has, though a parameter, buffer or scope may have the same name; False for all others.
 
     `nn.Module` would refuse `module.training = False` where a parameter is called `training`. The attribute and the parameter then exist
     side by side: `module.training` is the attribute, the parameter is in `state_dict()` and `named_parameters()`.
@@ -127,11 +127,11 @@ def set_own_attribute(module: nn.Module, name: str, value: Any) -> bool:
     own = module.__dict__
     if name not in own:
         return False
-    held = next((own[kind] for kind in ("_parameters", "_buffers", "_modules") if name in own.get(kind, ())), None)
-    if held is None:
-        return False
-    if isinstance(value, (torch.Tensor, nn.Module)):  # load_state_dict(assign=True) means the parameter
-        held[name] = value
-    else:
+    if not isinstance(value, (torch.Tensor, nn.Module)):
         object.__setattr__(module, name, value)
-    return True
+        return True
+    for kind in ("_parameters", "_buffers", "_modules"):
+        if name in own[kind]:  # load_state_dict(assign=True) means the parameter
+            own[kind][name] = value
+            return True
+    return False
