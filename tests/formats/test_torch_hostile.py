@@ -359,6 +359,21 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "x.pt", "overlap|header", CorruptFileError)
 
 
+@pytest.mark.parametrize("at", [20, 24])  # both sizes of the first record
+def test_a_record_that_claims_gigabytes_is_not_looked_for_in_vain(at: int, tmp_path: Path) -> None:
+    """Whether a file is of this format is asked first: that must not believe the directory either."""
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "x")
+    data = bytearray((tmp_path / "x").read_bytes())
+    with zipfile.ZipFile(tmp_path / "x") as archive:
+        start = archive.start_dir
+    for value in (at, 20):
+        struct.pack_into("<I", data, start + value, 0xF0000000)
+    (tmp_path / "x").write_bytes(data)
+    with limited_memory(), peak_memory(True) as peak, pytest.raises(toc.CheckpointError):
+        toc.load(tmp_path / "x")
+    assert peak[0] < 4 << 20
+
+
 def test_compressed_records_are_refused(path: Path) -> None:
     torch.save({"model": {"w": torch.zeros(1 << 20)}}, path.with_name("good.pt"))
     with zipfile.ZipFile(path.with_name("good.pt")) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:

@@ -140,7 +140,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _has_marks(path: Path) -> bool:
-    with zipfile.ZipFile(path) as archive:
+    with torch_archive.opened(path) as archive:
         for entry in archive.infolist():
             if entry.filename.endswith("/data.pkl") and entry.compress_type == zipfile.ZIP_STORED:
                 content = archive.read(entry)

@@ -38,7 +38,7 @@ def matches(path: Path) -> bool:
         return False
     with contextlib.suppress(*torch_archive.ZIP_ERRORS):
         if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
+            with torch_archive.opened(path) as archive:
                 return any(name.endswith("/data.pkl") for name in archive.namelist())
     with open(path, "rb") as file:
         return path.suffix in SUFFIXES and file.read(1) == b"\x80"

@@ -12,6 +12,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,12 @@ def _guarded(buffer: FileBuffer, make: Callable[[], T]) -> T:
         ) from error
     except pickled.PickleError as error:
         raise CorruptFileError(f"not a file of torch.save ({error})", path=buffer.path) from error
+
+
+def opened(path: Path) -> zipfile.ZipFile:
+    """The archive for a first look at it. Whatever its directory says, no more is read than the file has."""
+    buffer = FileBuffer(path)
+    return zipfile.ZipFile(_Window(buffer, 0, buffer.size))
 
 
 class Archive:
