@@ -59,7 +59,7 @@ def build_gradients(
                 additional_output_names=list(extras) or None,
                 loss_input_names=[scores],
             )
-    except (*ort_errors(), *ONNX_ERRORS) as error:
+    except ort_errors() + ONNX_ERRORS as error:
         raise UnsupportedError(
             f"ONNX Runtime can't build the gradient graph: {error}",
             remedy="An operator without a gradient: replace it in the module, or train it with torch_ort_ckpt's torch engine.",

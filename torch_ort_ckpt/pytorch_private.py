@@ -28,7 +28,8 @@ def _find(path: str, fallback: Any) -> Any:
     place = "torch"
     for name in path.split("."):
         place = f"{place}.{name}"
-        found = getattr(found, name, sys.modules.get(place))  # torch.optim removes the names of its modules
+        module = sys.modules.get(place) if place.startswith("torch.optim.") else None  # torch.optim removes the names of its modules
+        found = getattr(found, name, module)
         if found is None:
             MISSING.append(path)
             return fallback
