@@ -198,7 +198,9 @@ def test_a_real_ort_checkpoint_loads_into_adamw() -> None:
     missing = model.load_state_dict(toc.to_state_dict(state), strict=False)
     assert not missing.missing_keys
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model))
+    artifacts = toc.Artifacts.load(Truth("fbv2_ort1_19_2_adamw_full").folder)
+    with pytest.warns(toc.CheckpointWarning, match="adam_mode=1"):
+        optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model, artifacts=artifacts))
     moments = optimizer.state[model["fc1"].weight]
     assert float(moments["step"]) == 5
     assert torch.equal(moments["exp_avg_sq"], state.optimizer["group0"].states["fc1.weight"]["momentum1"])

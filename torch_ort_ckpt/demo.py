@@ -42,7 +42,9 @@ def demo(folder: Path) -> Iterator[Row]:
     folder.mkdir(parents=True, exist_ok=True)
     model = network()
     inputs, labels = data()
-    export_artifacts(model, inputs, folder, loss="cross_entropy", optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.01))
+    artifacts = export_artifacts(
+        model, inputs, folder, loss="cross_entropy", optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    )
     yield Row(
         "export a small network", "PyTorch -> ORT", "training_model.onnx ...", f"{sum(p.numel() for p in model.parameters())} parameters"
     )
@@ -62,7 +64,7 @@ def demo(folder: Path) -> Iterator[Row]:
 
     model.load_state_dict(to_state_dict(state))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    optimizer.load_state_dict(to_optimizer_state_dict(state, optimizer, module=model))
+    optimizer.load_state_dict(to_optimizer_state_dict(state, optimizer, module=model, artifacts=artifacts))
     here = [torch_step(model, optimizer, inputs, labels) for _ in range(STEPS)]
     yield Row(f"train {STEPS} more", "plain PyTorch", "in memory", f"loss {here[0]:.4f} -> {here[-1]:.4f}")
 

@@ -25,7 +25,7 @@ from .artifacts import Artifacts, OptimizerSpec
 from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, MissingDependencyError, UnsupportedError
 from .formats import save
-from .graphs import load_model, refuse_crashes
+from .graphs import load_model, refuse_crashes, write_order
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
 from .state import CheckpointState
@@ -91,6 +91,7 @@ def export_artifacts(
             graph = load_model(Path(temporary) / name, weights=True)
             cap_ir_version(graph)
             single_batch_norm_outputs(graph) if "eval" in name else refuse_frozen_recurrent(graph, place / name)
+            write_order(graph, module)
             onnx.save(graph, Path(temporary) / name)
         if spec is not None:
             onnx.save(optimizer_model(spec, opset=_opset(model)), Path(temporary) / f"{prefix}optimizer_model.onnx")

@@ -74,7 +74,7 @@ class _Plan:
         used = {name for graph in self.graphs.values() for name in graph.parameters}
         state: dict[str, Value] = dict(artifacts.state.parameters)
         self.trainable = set(artifacts.state.trainable)
-        self.values = {name: state[name] for name in names if name in used}
+        self.values = {name: state[name] for name in artifacts.in_order(names) if name in used}
         self.constants: dict[str, torch.Tensor] = {}
 
     def text(self) -> str:

@@ -64,6 +64,8 @@ def restore(
     check_fit(fitting, targets)
     if optimizer is not None and state.optimizer:
         optimizer.load_groups(state.optimizer)
+    elif optimizer is not None and optimizer.state:
+        warn("the checkpoint holds no optimizer state: the optimizer keeps the moments and steps it has")
     elif optimizer is None:
         model.keep_optimizer_groups(state.optimizer)
     for name, value in fitting.items():

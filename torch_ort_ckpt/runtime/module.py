@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -154,12 +156,12 @@ class OrtModule(nn.Module):
         export_inference(self.artifacts, self.named_tensors(), path, outputs)
 
     def named_trainable(self) -> dict[str, torch.Tensor]:
-        """The parameters the graph gives gradients for, by the graph's names."""
-        specs = list(self.artifacts.parameters)
-        return {specs[index]: _lookup(*self._slots[index]) for index in self._trainable}
+        """The parameters the graph gives gradients for, in the order of `named_parameters()`."""
+        trained = self.artifacts.gradients
+        return {name: _lookup(*place) for name, place in self._places.items() if name in trained}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer of the checkpoint, by its name there."""
+        """Every parameter and buffer of the checkpoint, by its name there, in the order of `state_dict()`."""
         return {name: _lookup(owner, key) for name, (owner, key) in self._places.items()}
 
     def seed_dropout(self, seed: int, draws: int = 0) -> None:
@@ -171,9 +173,22 @@ class OrtModule(nn.Module):
         """Moments of a loaded checkpoint, until an optimizer takes them over."""
         self._saved_groups = dict(groups)
 
-    def take_optimizer_groups(self) -> dict[str, OptimizerGroup]:
-        groups, self._saved_groups = self._saved_groups, {}
-        return groups
+    @property
+    def saved_groups(self) -> dict[str, OptimizerGroup]:
+        """Moments of the loaded checkpoint that no optimizer has taken over yet."""
+        return dict(self._saved_groups)
+
+    def claim_moments(self, names: Iterable[str], optimizer: str) -> list[str]:
+        """An optimizer, known by a key, has the moments of these parameters from now on; returns those that another one had before."""
+        claimed = set(names)
+        elsewhere = [name for name in self._places if name in claimed and self._moment_owners.get(name, optimizer) != optimizer]
+        self._moment_owners.update(dict.fromkeys(claimed, optimizer))
+        self._saved_groups = {
+            key: dataclasses.replace(group, states={name: states for name, states in group.states.items() if name not in claimed})
+            for key, group in self._saved_groups.items()
+            if not claimed.issuperset(group.states)
+        }
+        return elsewhere
 
     def _register(self, state: CheckpointState) -> None:
         """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
@@ -184,21 +199,20 @@ class OrtModule(nn.Module):
         self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
         self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
         self.keep_optimizer_groups(state.optimizer)
+        self._moment_owners: dict[str, str] = {}
         places: dict[str, tuple[nn.Module, str]] = {}
         slots = self._slots_side_by_side(state)
-        for kind, values in (("trainable", state.trainable), ("frozen", state.frozen)):
-            for name, value in values.items():
-                if is_string(value):
-                    continue
-                tensor = _materialize(name, value, specs, state.nominal, self._options.device, slots.get(name))
-                owner, key = _place(self, name)
-                if kind == "trainable" or (tensor.is_floating_point() and name not in statistics):
-                    owner._parameters[key] = nn.Parameter(tensor, requires_grad=kind == "trainable")
-                else:
-                    owner._buffers[key] = tensor
-                places[name] = (owner, key)
+        values = {name: value for name, value in state.parameters.items() if not is_string(value)}
+        buffers = statistics | self.artifacts.buffers
+        for name in self.artifacts.in_order(values):
+            tensor = _materialize(name, values[name], specs, state.nominal, self._options.device, slots.get(name))
+            owner, key = places[name] = _place(self, name)
+            if name in state.trainable or (tensor.is_floating_point() and name not in buffers):
+                owner._parameters[key] = nn.Parameter(tensor, requires_grad=name in state.trainable)
+            else:
+                owner._buffers[key] = tensor
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
-        self._places = places
+        self._places = {name: places[name] for name in _tree_order(self)}
         self._unfilled = set(places) if state.nominal else set()
         self._slots = [places[name] for name in specs]
         used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
@@ -244,6 +258,10 @@ class OrtModule(nn.Module):
 
     def _deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
         """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
+        if self._loop.overwrite and not all(map(_requires_grad, parameters)):
+            for parameter in parameters:
+                if not parameter.requires_grad:  # frozen since: it has no gradient any more, and an optimizer leaves it alone
+                    parameter.grad = None
         pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[0].grad is not pair[1]]
         if self._loop.overwrite and pairs:
             written = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.grad is gradient}
@@ -309,6 +327,9 @@ class OrtModule(nn.Module):
         return {**self.__dict__, "_engine": None, "_options": options, "_loop": _Loop(self._loop.overwrite)}
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 class _Loop:
     """What one step leaves for the next. Not attributes of the module, where setting one takes ten times as long."""
 
@@ -344,6 +365,14 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
             owner._modules[part] = Scope()
         owner = owner._modules[part]  # type: ignore[assignment]
     return owner, key
+
+
+def _tree_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The names of all parameters and buffers as `state_dict` orders them: a module's own before those of its parts."""
+    yield from (prefix + key for key in (*module._parameters, *module._buffers))
+    for name, part in module._modules.items():
+        if part is not None:
+            yield from _tree_order(part, f"{prefix}{name}.")
 
 
 def _lookup(owner: nn.Module, key: str) -> torch.Tensor:

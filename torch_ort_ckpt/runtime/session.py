@@ -14,7 +14,8 @@ from ..state import CheckpointState, alias_agrees, alias_name, split_half_suffix
 from ..storage import PathLike
 from .checkpoints import check_fit
 from .module import OrtModule
-from .optimizer import MOMENTS, OrtOptimizer
+from .optimizer import OrtOptimizer
+from .optimizer_state import MOMENTS
 
 _MOMENT = re.compile(r"Moment_([12])_(.+)", re.DOTALL)
 _COUNT = "Update_Count_"
@@ -211,7 +212,7 @@ class TrainingSession:
             key = MOMENTS[self._optimizer().spec.kind][int(match[1]) - 1]
             self._optimizer().state[parameters[match[2]]][key].copy_(value)
         else:
-            self._optimizer().state[parameters[name.removeprefix(_COUNT)]]["step"].fill_(float(value.item()) - 1)
+            self._optimizer().set_step(parameters[name.removeprefix(_COUNT)], int(value.item()) - 1)
 
     def _original(self, name: str) -> str:
         base = _VIEW.sub("", name)
