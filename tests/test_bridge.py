@@ -109,6 +109,17 @@ def test_steps_that_differ_are_kept_per_parameter() -> None:
     assert [float(back["state"][n]["step"]) for n in range(3)] == [2, 1, 2]
 
 
+def test_a_step_that_float32_can_not_hold_is_kept() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    state = toc.from_torch(model, optimizer)
+    state.optimizer["group0"].step = (1 << 24) + 1
+    optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model))
+    train(model, optimizer, 1)
+    assert toc.from_torch(model, optimizer).step == (1 << 24) + 2
+
+
 class TestSeveralGroups:
     def trained(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = network()

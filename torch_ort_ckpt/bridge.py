@@ -38,6 +38,7 @@ def to_state_dict(
     `dtype` converts floating-point tensors (using a weight's own half-precision alias where it fits). `upcast_half` turns weights that
     exist only as `<w>_fp16` into fp32 `<w>`, with a warning that names them. String tensors have no place here: a warning names them.
     """
+    state.require_values()
     names = names or NameMap.identity()
     if upcast_half:
         state = CheckpointState(dict(state.trainable), dict(state.frozen), mixed_precision=dict(state.mixed_precision))
@@ -205,15 +206,16 @@ def _torch_moments(
     group: OptimizerGroup, name: str, kind: str, hyperparameters: Mapping[str, Any], *, counts: bool = False
 ) -> dict[str, Any]:
     moments = dict(group.states[name])
-    step = moments.pop("step", group.step)
+    step = float(moments.pop("step", group.step))
+    count = torch.tensor(step, dtype=torch.float32 if abs(step) < 1 << 24 else torch.float64)  # float32, PyTorch's choice, ends there
     if kind == "sgd":
         if not hyperparameters.get("momentum"):
             moments.pop("momentum0", None)  # ORT keeps a buffer of zeros even for plain SGD
         found = {TO_TORCH_MOMENTS["sgd"].get(key, key): value for key, value in moments.items()}
-        return {"step": torch.tensor(float(step)), **found} if counts else found  # torch.optim.SGD does not count, OrtOptimizer does
+        return {"step": count, **found} if counts else found  # torch.optim.SGD does not count, OrtOptimizer does
     if not moments:
         return {}
-    return {"step": torch.tensor(float(step)), **{TO_TORCH_MOMENTS["adam"].get(key, key): value for key, value in moments.items()}}
+    return {"step": count, **{TO_TORCH_MOMENTS["adam"].get(key, key): value for key, value in moments.items()}}
 
 
 def _matching_groups(

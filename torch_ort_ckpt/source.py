@@ -36,6 +36,7 @@ def to_torch_module(artifacts: Artifacts | PathLike, *, outputs: Sequence[str] |
     write the module's Python source to; it defines the class `Model` and imports only torch.
     """
     found = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
+    found.state.require_values()
     plan = _Plan(found, outputs)
     text = plan.text()
     if source is not None:

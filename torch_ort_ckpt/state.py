@@ -128,6 +128,14 @@ class CheckpointState:
         """Completed optimizer steps (of the group that is furthest along)."""
         return max((group.step for group in self.optimizer.values()), default=0)
 
+    def require_values(self) -> None:
+        """Refuse a nominal state where values are wanted."""
+        if self.nominal:
+            raise CheckpointError(
+                "the checkpoint is nominal: it has no values",
+                remedy="Load the complete one, or complete it: toc.from_torch(..., like=state).",
+            )
+
     def tensors(self) -> Iterator[tuple[str, Value]]:
         """Every tensor with its label: `trainable/<w>`, `frozen/<w>`, `mixed_precision/<w>` or `optimizer/<group>/<w>/<moment>`."""
         for kind in ("trainable", "frozen", "mixed_precision"):

@@ -201,3 +201,19 @@ def test_a_frozen_parameter_keeps_still_after_lazy_reset(artifacts: toc.Artifact
     assert weight.grad is None
     session.optimizer_step()
     assert_same(weight, before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_counts_beyond_float32_go_on(artifacts: toc.Artifacts, fused: bool, tmp_path: Path) -> None:
+    model = toc.OrtModule(artifacts, threads=1)
+    optimizer = toc.OrtOptimizer(model, lr=0.02, fused=fused)
+    run(model, optimizer, 5, 7)  # FROZEN is frozen
+    state = model.checkpoint(optimizer).clone()
+    state.optimizer["group0"].step = (1 << 24) + 1
+    toc.save(state, tmp_path / "c")
+    model.load_checkpoint(tmp_path / "c", optimizer)
+    run(model, optimizer, 10, 12)
+    assert optimizer.checkpoint_step == (1 << 24) + 3
+    other = toc.OrtOptimizer(model, fused=fused)
+    other.load_state_dict(optimizer.state_dict())
+    assert steps(other, model) == {name: 2 if name == FROZEN else (1 << 24) + 3 for name in model.named_trainable()}

@@ -25,6 +25,10 @@ def take(
 ) -> CheckpointState:
     """The state as it is now. Tensors are the live ones, nothing is copied: save it, or `clone()` it, before training goes on."""
     tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
+    if model.nominal:
+        if model.partly_filled:
+            model.require_values()
+        tensors = {name: torch.empty((), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     own: dict[str, int | float | str] = {}
     if model.artifacts.random:
         own |= {SEED: model.seed, DRAWS: model.draws}

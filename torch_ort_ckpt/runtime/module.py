@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -22,6 +21,7 @@ from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike
 from . import checkpoints
 from .inputs import ordered_inputs
+from .optimizer_state import SavedMoments
 
 if TYPE_CHECKING:
     from .optimizer import OrtOptimizer
@@ -116,6 +116,21 @@ class OrtModule(nn.Module):
         """Whether some parameter has no value yet, the checkpoint being a nominal one."""
         return bool(self._unfilled)
 
+    @property
+    def partly_filled(self) -> bool:
+        """Whether some parameters of a nominal checkpoint have values and others do not."""
+        return self.nominal and self._unfilled != self._nominal_names
+
+    def require_values(self) -> None:
+        """Refuse where values are wanted that a nominal checkpoint has not."""
+        if self._unfilled:
+            names = [name for name in self._places if name in self._unfilled]
+            raise CheckpointError(
+                f"the checkpoint is nominal: {len(names)} parameters have no values yet ({', '.join(names[:5])})",
+                path=self.artifacts.checkpoint_path,
+                remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
+            )
+
     def mark_filled(self, names: Iterable[str]) -> None:
         """These parameters of a nominal checkpoint have been given values."""
         self._unfilled -= set(names)
@@ -153,6 +168,7 @@ class OrtModule(nn.Module):
     def export_inference(self, path: PathLike, outputs: Sequence[str] | None = None) -> None:
         """An ONNX model with the weights as they are now, for plain `onnxruntime`. `outputs` may name any value of the eval graph,
         the loss too; without it the extra outputs are taken."""
+        self.require_values()
         export_inference(self.artifacts, self.named_tensors(), path, outputs)
 
     def named_trainable(self) -> dict[str, torch.Tensor]:
@@ -171,24 +187,7 @@ class OrtModule(nn.Module):
 
     def keep_optimizer_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
         """Moments of a loaded checkpoint, until an optimizer takes them over."""
-        self._saved_groups = dict(groups)
-
-    @property
-    def saved_groups(self) -> dict[str, OptimizerGroup]:
-        """Moments of the loaded checkpoint that no optimizer has taken over yet."""
-        return dict(self._saved_groups)
-
-    def claim_moments(self, names: Iterable[str], optimizer: str) -> list[str]:
-        """An optimizer, known by a key, has the moments of these parameters from now on; returns those that another one had before."""
-        claimed = set(names)
-        elsewhere = [name for name in self._places if name in claimed and self._moment_owners.get(name, optimizer) != optimizer]
-        self._moment_owners.update(dict.fromkeys(claimed, optimizer))
-        self._saved_groups = {
-            key: dataclasses.replace(group, states={name: states for name, states in group.states.items() if name not in claimed})
-            for key, group in self._saved_groups.items()
-            if not claimed.issuperset(group.states)
-        }
-        return elsewhere
+        self.saved_moments.groups = dict(groups)
 
     def _register(self, state: CheckpointState) -> None:
         """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
@@ -198,8 +197,7 @@ class OrtModule(nn.Module):
         self.partitions = dict(state.partitions)
         self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
         self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
-        self.keep_optimizer_groups(state.optimizer)
-        self._moment_owners: dict[str, str] = {}
+        self.saved_moments = SavedMoments(dict(state.optimizer))
         places: dict[str, tuple[nn.Module, str]] = {}
         slots = self._slots_side_by_side(state)
         values = {name: value for name, value in state.parameters.items() if not is_string(value)}
@@ -213,10 +211,11 @@ class OrtModule(nn.Module):
                 owner._buffers[key] = tensor
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
         self._places = {name: places[name] for name in _tree_order(self)}
-        self._unfilled = set(places) if state.nominal else set()
         self._slots = [places[name] for name in specs]
         used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
         counters = [name for name in places if name.endswith("num_batches_tracked")]
+        self._nominal_names = places.keys() - counters if state.nominal else set()  # counters start at zero, as in PyTorch
+        self._unfilled = set(self._nominal_names)
         self._counters = [places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
         order = {name: index for index, name in enumerate(specs)}
         self._trainable = [order[name] for name in self.artifacts.trainable]
@@ -238,11 +237,7 @@ class OrtModule(nn.Module):
     def _tensors(self) -> list[torch.Tensor]:
         """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
         if self._unfilled:
-            raise CheckpointError(
-                "the checkpoint is nominal: the parameters have no values yet",
-                path=self.artifacts.checkpoint_path,
-                remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
-            )
+            self.require_values()
         tensors: list[torch.Tensor] = [
             owner._parameters[key] if key in owner._parameters else _lookup(owner, key)  # type: ignore[misc]  # never None: we put it there
             for owner, key in self._slots
@@ -308,6 +303,11 @@ class OrtModule(nn.Module):
         self.draws += 1
         return _mix(self.seed + self.draws * 0x9E3779B97F4A7C15)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As for every module; of a nominal checkpoint only when all values are there."""
+        self.require_values()
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self.mark_filled(set(self._places) - set(result.missing_keys))
@@ -315,7 +315,7 @@ class OrtModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        device = next((tensor.device for tensor in self.state_dict().values()), self._options.device)
+        device = next((tensor.device for tensor in self.named_tensors().values()), self._options.device)
         if device != self._options.device:
             self._options = EngineOptions(**{**self._options.__dict__, "device": device})
             self._engine = None

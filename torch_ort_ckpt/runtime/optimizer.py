@@ -21,9 +21,20 @@ from ..engines.memory import zeros_like_all
 from ..engines.updates import TorchUpdater, Update, Updater, clip_gradients
 from ..errors import CheckpointError, UnsupportedError
 from ..state import DEFAULT_LR, OptimizerGroup
-from ..storage import warn
 from .module import OrtModule
-from .optimizer_state import MOMENTS, check_counts, check_options, in_own_order, part_steps, share_steps, source_group, states_from
+from .optimizer_state import (
+    MOMENTS,
+    check_counts,
+    check_options,
+    count_tensor,
+    in_own_order,
+    part_steps,
+    share_steps,
+    source_group,
+    states_from,
+    torch_defaults,
+    warn_of_zeros,
+)
 
 HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 """What AdamW's graph holds as attributes; a parameter group (or a scheduler, like OneCycleLR) may have other values."""
@@ -67,11 +78,11 @@ class OrtOptimizer(torch.optim.Optimizer):
         self._updater: Updater | None = None
         self._known_states: dict[int, _States] = {}
         self._key = uuid.uuid4().hex  # by which the model knows whose moments a parameter's are
-        saved = self.model.saved_groups
+        saved = self.model.saved_moments.groups
         if lr is None:
             lr = next((group.lr for group in saved.values() if group.lr is not None), DEFAULT_LR)
         given = list(params) if params is not None else list({id(value): value for value in self.model.named_trainable().values()}.values())
-        super().__init__(given, {"lr": lr, **_torch_defaults(self.spec)})
+        super().__init__(given, {"lr": lr, **torch_defaults(self.spec)})
         if saved:
             self.load_groups(saved)
 
@@ -138,8 +149,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         if without and self.spec.kind != "SGD":
             part_steps(states, [self.state[other] for other in group["params"] if other.grad is None and self.state.get(other)])
         hyperparameters = self._hyperparameters(group)
-        steps = list(map(_step_of, states))
-        if all(map(_is, steps, repeat(steps[0]))):
+        if all(map(_is, map(_step_of, states), repeat(states[0]["step"]))):
             return self._apply(parameters, gradients, states, float(group["lr"]), hyperparameters)
         # The graph takes one count, so it runs once for each.
         counts = share_steps(states, self.spec)
@@ -192,12 +202,8 @@ class OrtOptimizer(torch.optim.Optimizer):
         if not missing:
             return
         if elsewhere := self._claim(missing):
-            warn(
-                f"this OrtOptimizer starts the moments of {len(elsewhere)} parameters ({', '.join(elsewhere[:3])}"
-                f"{' ...' if len(elsewhere) > 3 else ''}) from zero; another one of this model has moments of them. To go on from those, "
-                "call load_state_dict(other.state_dict()), or model.load_checkpoint(state, optimizer), before the first step."
-            )
-        step = torch.zeros(())
+            warn_of_zeros(elsewhere)
+        step = count_tensor(0)
         moments = [zeros_like_all(missing) for _ in MOMENTS[self.spec.kind]]
         for parameter, *own in zip(missing, *moments, strict=True):
             self.state[parameter] = {"step": step, **dict(zip(MOMENTS[self.spec.kind], own, strict=True))}
@@ -247,7 +253,7 @@ class OrtOptimizer(torch.optim.Optimizer):
     def _claim(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         """This optimizer has the moments of the parameters from now on; returns those of which another one has some."""
         names = {id(value): name for group in self.param_groups for name, value in zip(group["param_names"], group["params"], strict=True)}
-        return self.model.claim_moments([names[id(parameter)] for parameter in parameters], self._key)
+        return self.model.saved_moments.claim([names[id(parameter)] for parameter in parameters], self._key)
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW` has it: every parameter with a step tensor of its own."""
@@ -278,12 +284,12 @@ class OrtOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
         for group in self.param_groups:
-            for key, value in _torch_defaults(self.spec).items():
+            for key, value in torch_defaults(self.spec).items():
                 group.setdefault(key, value)
             owners = [parameter for parameter in group["params"] if self.state.get(parameter)]
             states = [self.state[parameter] for parameter in owners]
             for state in states:
-                state["step"] = torch.tensor(float(state.get("step", 0)))
+                state["step"] = count_tensor(state.get("step", 0))
             share_steps(states, self.spec)
             for name in MOMENTS[self.spec.kind]:
                 for state, place in zip(states, zeros_like_all(owners), strict=True):
@@ -294,7 +300,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         """Set how many steps a parameter has had."""
         group = next(group for group in self.param_groups if any(own is parameter for own in group["params"]))
         self._create_states([parameter], group)
-        self.state[parameter]["step"] = torch.tensor(float(count))
+        self.state[parameter]["step"] = count_tensor(count)
         share_steps([self.state[own] for own in group["params"] if self.state.get(own)], self.spec)
 
     @property
@@ -400,17 +406,3 @@ def unwrap(model: nn.Module) -> OrtModule:
             raise CheckpointError(f"expected an OrtModule, not {type(model).__name__}", remedy="Use a torch.optim optimizer for it.")
         inner = wrapped
     return inner
-
-
-def _torch_defaults(spec: OptimizerSpec) -> dict[str, Any]:
-    """What a torch.optim parameter group of this kind holds, so that states can be exchanged."""
-    if spec.kind == "SGD":
-        return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
-    return {
-        "betas": spec.betas,
-        "eps": spec.eps,
-        "weight_decay": spec.weight_decay,
-        "amsgrad": False,
-        "maximize": False,
-        "decoupled_weight_decay": True,
-    }

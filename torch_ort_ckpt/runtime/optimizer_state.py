@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..engines.memory import zeros_like_all
 from ..errors import CheckpointError, UnsupportedError
 from ..names import plain_name
 from ..state import OptimizerGroup
+from ..storage import warn
 
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
 """PyTorch's names of the moments that the update reads and writes."""
@@ -105,6 +107,48 @@ def _check_moments(state: Mapping[str, Any], name: str, parameter: torch.Tensor,
             )
 
 
+def torch_defaults(spec: OptimizerSpec) -> dict[str, Any]:
+    """What a torch.optim parameter group of this kind holds, so that states can be exchanged."""
+    if spec.kind == "SGD":
+        return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    return {
+        "betas": spec.betas,
+        "eps": spec.eps,
+        "weight_decay": spec.weight_decay,
+        "amsgrad": False,
+        "maximize": False,
+        "decoupled_weight_decay": True,
+    }
+
+
+@dataclass
+class SavedMoments:
+    """A checkpoint's moments until optimizers take them over, and which optimizer (known by a key) has those of which parameter."""
+
+    groups: dict[str, OptimizerGroup]
+    owners: dict[str, str] = field(default_factory=dict)
+
+    def claim(self, names: Sequence[str], optimizer: str) -> list[str]:
+        """The optimizer has the moments of these parameters from now on; returns those that another one had before."""
+        claimed = set(names)
+        elsewhere = [name for name in names if self.owners.get(name, optimizer) != optimizer]
+        self.owners.update(dict.fromkeys(names, optimizer))
+        self.groups = {
+            key: replace(group, states={name: states for name, states in group.states.items() if name not in claimed})
+            for key, group in self.groups.items()
+            if not claimed.issuperset(group.states)
+        }
+        return elsewhere
+
+
+def warn_of_zeros(names: Sequence[str]) -> None:
+    warn(
+        f"this OrtOptimizer starts the moments of {len(names)} parameters ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''}) from "
+        "zero; another one of this model has moments of them. To go on from those, call load_state_dict(other.state_dict()), or "
+        "model.load_checkpoint(state, optimizer), before the first step."
+    )
+
+
 def states_from(
     groups: Mapping[str, OptimizerGroup], parameters: Mapping[str, torch.Tensor], spec: OptimizerSpec
 ) -> dict[str, dict[str, Any]]:
@@ -112,12 +156,12 @@ def states_from(
     saved = {name: (group.step, states) for group in groups.values() for name, states in group.states.items() if states}
     members = [name for name in parameters if name in saved]
     if not saved and (step := max((group.step for group in groups.values()), default=0)):
-        made = {name: {"step": torch.tensor(float(step))} for name in parameters}
+        made = {name: {"step": count_tensor(step)} for name in parameters}
         for key in MOMENTS[spec.kind]:
             for name, place in zip(made, zeros_like_all(list(parameters.values())), strict=True):
                 made[name][key] = place
         return made
-    made = {name: {"step": torch.tensor(float(saved[name][1].get("step", saved[name][0])))} for name in members}
+    made = {name: {"step": count_tensor(saved[name][1].get("step", saved[name][0]))} for name in members}
     if spec.kind == "SGD" and (odd := [name for name in members if "momentum1" in saved[name][1]]):
         raise CheckpointError("the moments are of another kind of optimizer, the graph runs SGD", field=odd[0], remedy=_WEIGHTS_ONLY)
     for number, key in enumerate(MOMENTS[spec.kind]):
@@ -148,6 +192,11 @@ def check_options(group: Mapping[str, Any], spec: OptimizerSpec) -> None:
 # Step counts. Parameters at the same count share one tensor: a step then reads and writes a single number.
 
 
+def count_tensor(count: int | torch.Tensor) -> torch.Tensor:
+    """PyTorch counts in float32, which stops at 2**24 steps."""
+    return torch.tensor(float(count), dtype=torch.float64)
+
+
 def share_steps(states: Sequence[dict[str, Any]], spec: OptimizerSpec) -> dict[int, list[int]]:
     """Give states of the same count one tensor; returns the positions by count. For SGD the count is the group's, as in ORT."""
     tensors = {id(state["step"]): state["step"] for state in states}
@@ -158,7 +207,7 @@ def share_steps(states: Sequence[dict[str, Any]], spec: OptimizerSpec) -> dict[i
     for position, state in enumerate(states):
         found.setdefault(counts[id(state["step"])], []).append(position)
     for count, positions in found.items():
-        shared = torch.tensor(float(count))
+        shared = count_tensor(count)
         for position in positions:
             states[position]["step"] = shared
     return found
