@@ -135,9 +135,13 @@ def batch(name: str, size: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.
 _KEEP = tempfile.TemporaryDirectory(prefix="toc-exported-")
 
 
-@functools.cache
 def exported(name: str, exporter: str = "torchscript", **options: Any) -> toc.Artifacts:
     """Artifacts of one of the modules; made once per test run."""
+    return _exported(name, exporter, **options)
+
+
+@functools.cache
+def _exported(name: str, exporter: str, **options: Any) -> toc.Artifacts:
     parts = [name, exporter, *(f"{key}-{value}" for key, value in options.items())]
     folder = Path(_KEEP.name) / "_".join(str(part).replace("/", "_") for part in parts)[:100]
     return toc.export_artifacts(module(name), (batch(name)[0],), folder, exporter=exporter, **options)

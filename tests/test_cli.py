@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from torch_ort_ckpt import demo
 from torch_ort_ckpt.cli import main
 
 from .truth import Truth
@@ -188,6 +189,15 @@ def test_demo_does_the_main_job(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert toc.load(tmp_path / "final").step == 24
     plain, theirs = (toc.load(tmp_path / name) for name in ("from_pytorch", "trained_on"))  # PyTorch's eight steps and ORT's
     assert all(torch.allclose(value, theirs.trainable[name], atol=1e-5) for name, value in plain.trainable.items())
+    before = (tmp_path / "training_model.onnx").read_bytes(), (tmp_path / "final").stat().st_mtime_ns
+    code, _, err = run(capsys, "demo", tmp_path)
+    assert code == 2
+    assert "--overwrite" in err
+    assert before == ((tmp_path / "training_model.onnx").read_bytes(), (tmp_path / "final").stat().st_mtime_ns)
+    for name in demo.RESULTS:
+        (tmp_path / name).unlink()
+    assert run(capsys, "demo", tmp_path)[0] == 2  # artifacts alone are not replaced either
+    assert run(capsys, "demo", tmp_path, "--overwrite")[0] == 0
 
 
 def test_demo_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

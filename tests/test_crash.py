@@ -18,7 +18,7 @@ import pytest
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.formats import safetensors, sidecar
 
-from .writers import forkserver, new, old, repair_and_die, run, save_and_die, save_forever
+from .writers import forkserver, new, old, repair_and_die, reshuffled, run, save_and_die, save_forever, shuffled
 
 NEVER = 1 << 30
 SCENARIOS = {
@@ -29,16 +29,22 @@ SCENARIOS = {
 }
 
 
-def killed_at_every_step(tmp_path: Path, before: dict[str, Any], after: dict[str, Any], check: Callable[[Path], bool]) -> list[bool]:
+def killed_at_every_step(
+    tmp_path: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    check: Callable[[Path], bool],
+    states: tuple[Callable[[], toc.CheckpointState], Callable[[], toc.CheckpointState]] = (old, new),
+) -> list[bool]:
     """Kill a save at its first step, its second, ... until one gets through; what `check` said after each kill."""
     template = tmp_path / "template"
     template.mkdir()
-    toc.save(old(), template / "checkpoint", **before)
+    toc.save(states[0](), template / "checkpoint", **before)
     outcomes = []
     for step in range(1, NEVER):
         folder = tmp_path / f"{step}"
         shutil.copytree(template, folder)
-        code = run(save_and_die, folder / "checkpoint", after, step, tmp_path / "journal")
+        code = run(save_and_die, folder / "checkpoint", after, step, tmp_path / "journal", states[1])
         outcomes.append(check(folder / "checkpoint"))
         shutil.rmtree(folder)
         if code == 0:
@@ -115,6 +121,76 @@ def test_killed_at_every_step_of_a_set_of_safetensors(before: dict[str, Any], af
     outcomes = killed_at_every_step(tmp_path, before, after, check)
     assert outcomes == sorted(outcomes)
     assert (outcomes[0], outcomes[-1]) == (False, True)
+
+
+PAIR = {"external_data": True, "durable": False}
+SETS = {"pair": PAIR, "sharded": MANY, "with optimizer": ONE}
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_killed_between_saves_of_the_same_numbers_in_another_order(kind: str, tmp_path: Path) -> None:
+    """A sum over the content can't tell the two sets apart: a kill between their renames must not mix them, nor may `verify --repair`."""
+    assert_never_mixed(tmp_path, SETS[kind], SETS[kind], (shuffled, reshuffled))
+
+
+KINDS = {
+    "ort": {"single": {"durable": False}, "pair": PAIR},
+    "safetensors": {"one": ONE, "many": MANY, "very many": {**ONE, "max_shard_size": 1}},
+}
+WAYS = [(before, after) for kinds in KINDS.values() for before in kinds.items() for after in kinds.items()]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("states", [(shuffled, reshuffled), (old, new), (reshuffled, old)], ids=lambda states: states[0].__name__)
+@pytest.mark.parametrize(("before", "after"), WAYS, ids=[f"{before[0]} to {after[0]}" for before, after in WAYS])
+def test_killed_at_every_step_from_every_kind_to_every_kind(
+    before: tuple[str, Any], after: tuple[str, Any], states: tuple[Any, Any], durable: bool, tmp_path: Path
+) -> None:
+    assert_never_mixed(tmp_path, before[1], {**after[1], "durable": durable}, states)
+
+
+def assert_never_mixed(
+    tmp_path: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    states: tuple[Callable[[], toc.CheckpointState], Callable[[], toc.CheckpointState]],
+) -> None:
+    first, second = states[0](), states[1]()
+
+    def check(path: Path) -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was cut short"
+            found = toc.load(path, mmap=False)
+            assert found in (first, second)
+            assert toc.verify(path, repair=True)
+        assert toc.load(path) == found  # and no warning now
+        toc.save(second, path, **after)
+        assert toc.load(path) == second
+        assert not [name for name in os.listdir(path.parent) if name.startswith(".")]
+        return found == second
+
+    outcomes = killed_at_every_step(tmp_path, before, after, check, states)
+    assert outcomes == sorted(outcomes)
+    assert (outcomes[0], outcomes[-1]) == (False, True)
+
+
+def test_repair_keeps_a_set_that_an_older_version_left_beside_another_of_the_same_identity(tmp_path: Path) -> None:
+    """Older versions identified sets by sums. What is in place is never exchanged, and loading says that there are two."""
+    path = tmp_path / "checkpoint"
+    toc.save(shuffled(), path, external_data=True)
+    identity = (tmp_path / "checkpoint").read_bytes()[-64:].strip(b"\0").decode().removeprefix("TOCPAIR1")
+    data = Path(f"{path}.data").read_bytes()
+    other = data[:64][::-1] + data[64:]
+    Path(f"{path}.data.{identity}").write_bytes(other)
+    with pytest.warns(toc.CheckpointWarning, match="both say that they belong to it, and differ"):
+        assert not toc.verify(path, repair=True).repaired
+    with pytest.warns(toc.CheckpointWarning, match="both say"):
+        assert toc.load(path) == shuffled()
+    Path(f"{path}.data.{identity}").write_bytes(data)  # the same bytes: nothing to warn of, and repair clears it away
+    assert toc.load(path) == shuffled()
+    assert toc.verify(path, repair=True).repaired
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "checkpoint.data"]
 
 
 def test_repair_itself_may_be_killed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt import folders
+from torch_ort_ckpt import folders, ownership
 
 from .writers import new, old, repair_folder_and_die, run, save_folder_and_die
 
@@ -57,6 +58,9 @@ def interrupted(path: Path) -> None:
     toc.save(new(), path.with_name("other"), format="runner")
     os.rename(path.with_name("other"), path.with_name(f".{path.name}.123-0123abcd.new"))
     os.rename(path, path.with_name(f".{path.name}.123-0123abcd.old"))
+    lock = ownership.write_marker(path.with_name(f".{path.name}.123-0123abcd.new"), path.name, "123-0123abcd")
+    if lock is not None:
+        lock.close()
 
 
 def test_an_interrupted_save_is_read_with_a_warning_and_repaired_by_verify(tmp_path: Path) -> None:
@@ -112,6 +116,72 @@ def test_a_file_in_the_way_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match="in the way"):
         toc.save(new(), tmp_path / "checkpoint", format="pbseq")
     assert (tmp_path / "checkpoint").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["new", "old"])
+def test_folders_of_others_that_are_named_like_ours_stay(kind: str, tmp_path: Path) -> None:
+    """Only a marker proves that a folder is ours; its name does not."""
+    toc.save(old(), tmp_path / "c", format="runner")
+    theirs = tmp_path / f".c.123-0123abcd.{kind}"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("mine")
+    toc.save(new(), tmp_path / "c", format="runner")
+    assert not folders.repair(tmp_path / "c")
+    assert (theirs / "thesis.txt").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == [theirs.name, "c"]
+    assert sorted(os.listdir(tmp_path / "c")) == ["properties.pbseq", "tensors.bin", "tensors.pbseq"]  # and no marker stays
+
+
+def test_a_marker_made_for_another_name_proves_nothing(tmp_path: Path) -> None:
+    toc.save(old(), tmp_path / "c", format="runner")
+    theirs = tmp_path / ".c.123-0123abcd.new"
+    theirs.mkdir()
+    lock = ownership.write_marker(theirs, "other", "123-0123abcd")
+    if lock is not None:
+        lock.close()
+    toc.save(new(), tmp_path / "c", format="runner")
+    assert theirs.is_dir()
+
+
+def test_a_save_after_an_interrupted_one_clears_up_without_repair(tmp_path: Path) -> None:
+    interrupted(tmp_path / "checkpoint")
+    toc.save(old(), tmp_path / "checkpoint", format="runner")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c"
+    toc.save(old(), path, format="runner")
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if str(source).endswith(".new"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(toc.CheckpointError, match="what was there before is untouched"):
+        toc.save(new(), path, format="runner")
+    assert toc.load(path) == old()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_failure_after_the_commit_says_that_the_new_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c"
+    toc.save(old(), path, format="runner")
+    renames = []
+    real, sync = os.rename, folders.fsync_directory
+    monkeypatch.setattr(os, "rename", lambda *places: (renames.append(places), real(*places)))
+
+    def fail(folder: Path) -> None:
+        if len(renames) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(folder)
+
+    monkeypatch.setattr(folders, "fsync_directory", fail)
+    with pytest.raises(toc.CheckpointError, match="the new file is in place"):
+        toc.save(new(), path, format="runner")
+    assert toc.load(path) == new()
 
 
 def test_files_that_are_no_longer_needed_go_with_the_old_folder(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests.disks import failing
 from tests.models import batch, exported, module
 from tests.official import assert_same
 from torch_ort_ckpt import inference
@@ -74,7 +77,7 @@ def test_large_weights_go_beside_the_model(tmp_path: Path, monkeypatch: pytest.M
     model.export_inference(tmp_path / "inline.onnx")
     monkeypatch.setattr(inference, "INLINE_LIMIT", 0)
     model.export_inference(tmp_path / "model.onnx")
-    assert (tmp_path / "model.onnx.data").exists()
+    assert len(list(tmp_path.glob("model.onnx.*.data"))) == 1
     assert (tmp_path / "model.onnx").stat().st_size < (tmp_path / "inline.onnx").stat().st_size
     assert_same(run(tmp_path / "model.onnx", x=x)[0], run(tmp_path / "inline.onnx", x=x)[0])
 
@@ -88,3 +91,29 @@ def test_equal_to_ort_s_own_export(tmp_path: Path) -> None:
     model.export_inference(tmp_path / "ours.onnx", ["output"])
     x, _ = batch("mlp")
     assert_same(run(tmp_path / "ours.onnx", x=x)[0], run(tmp_path / "theirs.onnx", x=x)[0])
+
+
+def test_a_model_keeps_its_own_data_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a second export over the first is cut short, the model that is there has its own weights beside it."""
+    model = trained("mlp", extra_outputs=True)
+    x, _ = batch("mlp")
+    monkeypatch.setattr(inference, "INLINE_LIMIT", 0)
+    model.export_inference(tmp_path / "model.onnx")
+    old = run(tmp_path / "model.onnx", x=x)[0]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    for number in range(1, 100):
+        hit: list[str] = []
+        message = ""
+        try:
+            with failing(number, errno.ENOSPC, hit):
+                model.export_inference(tmp_path / "model.onnx")
+        except toc.CheckpointError as error:
+            message = str(error)
+        found = run(tmp_path / "model.onnx", x=x)[0]
+        assert (found == old).all() == ("untouched" in message), (hit, message)
+        if "untouched" not in message:
+            break  # the new one is in place
+    assert number > 8
+    assert len(os.listdir(tmp_path)) == 2

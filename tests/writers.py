@@ -43,6 +43,21 @@ def new() -> toc.CheckpointState:
     return _state(1.0)
 
 
+def shuffled() -> toc.CheckpointState:
+    """Numbers and letters in one order; `reshuffled` has the same ones in another. Sums can't tell them apart."""
+    return _shuffled(0)
+
+
+def reshuffled() -> toc.CheckpointState:
+    return _shuffled(8)
+
+
+def _shuffled(by: int) -> toc.CheckpointState:
+    values = torch.arange(1200.0).reshape(40, 30)
+    moments = {"w": {"momentum0": values.roll(by), "momentum1": values.roll(by, 0)}}
+    return toc.CheckpointState({"w": values.roll(by)}, optimizer={"group0": toc.OptimizerGroup(1, 0.001, states=moments)})
+
+
 def _state(value: float) -> toc.CheckpointState:
     moments = {"w": {"momentum0": torch.full((40, 30), value), "momentum1": torch.full((40, 30), value + 0.25)}}
     return toc.CheckpointState(
@@ -53,10 +68,10 @@ def _state(value: float) -> toc.CheckpointState:
     )
 
 
-def save_and_die(path: Path, options: dict[str, Any], step: int, journal: Path) -> None:
-    """Save `new()`, killing this process before its `step`-th operation on the file system; each goes into the journal first."""
+def save_and_die(path: Path, options: dict[str, Any], step: int, journal: Path, make: Callable[[], toc.CheckpointState] = new) -> None:
+    """Save `make()`, killing this process before its `step`-th operation on the file system; each goes into the journal first."""
     _install(step, journal)
-    toc.save(new(), path, **options)
+    toc.save(make(), path, **options)
 
 
 def repair_and_die(path: Path, step: int, journal: Path) -> None:
@@ -140,24 +155,6 @@ def mount_small_disk(folder: Path, size: str) -> None:
             raise OSError(ctypes.get_errno(), "can't mount")
 
 
-class _Mortal:
-    """A file whose writes can be cut in two."""
-
-    def __init__(self, file: Any, step: Any) -> None:
-        self._file, self._step = file, step
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        half = len(view) // 2
-        self._step("write", len(view))
-        written = self._file.write(view[:half])
-        self._step("rest of write", len(view))
-        return int(written + self._file.write(view[half:]))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 _WATCHED = ("open", "fsync", "replace", "unlink", "chmod", "rename", "mkdir", "rmdir")
 
 
@@ -165,7 +162,7 @@ def _install(last: int, journal: Path) -> None:
     log = journal.open("w", buffering=1)
     names: dict[int, str] = {}
     done = 0
-    real = {name: getattr(os, name) for name in ("fdopen", *_WATCHED)}
+    real = {name: getattr(os, name) for name in ("write", *_WATCHED)}
 
     def step(*what: Any) -> None:
         nonlocal done
@@ -184,8 +181,14 @@ def _install(last: int, journal: Path) -> None:
 
         return call
 
+    def write(descriptor: int, data: Any) -> int:
+        """A write that can be cut in two."""
+        half = len(data) // 2
+        step("write", len(data))
+        written: int = real["write"](descriptor, data[:half])
+        step("rest of write", len(data))
+        return written + int(real["write"](descriptor, data[half:]))
+
+    os.write = write
     for name in _WATCHED:
         setattr(os, name, wrapped(name))
-    os.fdopen = lambda fd, mode, **options: (
-        _Mortal(real["fdopen"](fd, mode, **options), step) if "w" in mode else real["fdopen"](fd, mode, **options)
-    )  # type: ignore[assignment]

@@ -11,8 +11,9 @@ from typing import Any
 import onnx
 import torch
 
+from .artifact_set import current_files
 from .errors import CheckpointError, MissingFileError, UnsupportedError
-from .formats import detect, load
+from .formats import detect, exists, load
 from .graphs import (
     ACCUMULATION_BUFFER,
     ACCUMULATION_OUTPUT,
@@ -25,6 +26,7 @@ from .graphs import (
     read_order,
     spec_of,
 )
+from .paths import refuse_url
 from .state import CheckpointState, split_half_suffix
 from .state import OptimizerSpec as OptimizerSpec
 from .storage import PathLike
@@ -53,12 +55,16 @@ class Artifacts:
         `prefix` is what stands before `training_model.onnx`; it is found where only one is there. `checkpoint` replaces the one in the
         folder. At least a training or an eval model must exist.
         """
+        for path in (folder, checkpoint):
+            refuse_url(path)
         place = Path(folder)
         if not place.is_dir():
             raise MissingFileError("no such folder", path=folder, remedy="Pass the folder that holds training_model.onnx.")
+        files = current_files(place)
         if prefix is None:
-            prefix = _find_prefix(place)
-        found = {name: _model_file(place, prefix + name) for name in MODELS}
+            prefix = _find_prefix(place, files)
+        models = {name: path for name, path in files.items() if path.is_file()}
+        found = {name: models.get(f"{prefix}{name}.onnx") or models.get(f"{prefix}{name}.ort") for name in MODELS}
         if found["training_model"] is None and found["eval_model"] is None:
             raise MissingFileError(
                 f"neither {prefix}training_model nor {prefix}eval_model (.onnx or .ort)",
@@ -67,8 +73,8 @@ class Artifacts:
             )
         state, path = (checkpoint, None) if isinstance(checkpoint, CheckpointState) else (None, checkpoint)
         if path is None and state is None:
-            path = next((place / (prefix + name) for name in CHECKPOINTS if (place / (prefix + name)).exists()), None)
-        elif path is not None and not Path(path).exists():
+            path = next((files[prefix + name] for name in CHECKPOINTS if prefix + name in files), None)
+        elif path is not None and not exists(path):
             raise MissingFileError("no such checkpoint", path=path)
         return cls(
             folder=place,
@@ -300,23 +306,15 @@ def _is_machinery(name: str) -> bool:
     return name.endswith(ACCUMULATION_BUFFER) or name == LAZY_RESET
 
 
-def _find_prefix(folder: Path) -> str:
-    prefixes = {
-        path.name[: -len(path.suffix)].removesuffix(name)
-        for name in MODELS[:2]
-        for path in folder.glob(f"*{name}.*")
-        if path.suffix in (".onnx", ".ort")
-    }
+def _find_prefix(folder: Path, files: Iterable[str]) -> str:
+    endings = [name + suffix for name in MODELS[:2] for suffix in (".onnx", ".ort")]
+    prefixes = {name.removesuffix(ending) for name in files for ending in endings if name.endswith(ending)}
     if "" in prefixes or not prefixes:
         return ""
     if len(prefixes) > 1:
         names = ", ".join(repr(prefix) for prefix in sorted(prefixes))
         raise CheckpointError(f"several sets of artifacts, with prefixes {names}", path=folder, remedy="Pass prefix=.")
     return prefixes.pop()
-
-
-def _model_file(folder: Path, name: str) -> Path | None:
-    return next((path for suffix in (".onnx", ".ort") if (path := folder / f"{name}{suffix}").is_file()), None)
 
 
 def _parse(path: Path | None) -> onnx.ModelProto | None:

@@ -13,6 +13,7 @@ from .bridge import weight_as
 from .errors import CheckpointError
 from .formats import format_for, load, save
 from .names import NameMap
+from .paths import refuse_url
 from .state import CheckpointState, OptimizerGroup, Value, is_string, nbytes, same_ends, same_tensor
 from .storage import FileBuffer, PathLike, Progress, ReadBack
 
@@ -42,6 +43,8 @@ def convert(
     Formats come from the source's content and the destination's name unless given. `names` renames and transposes weights (a `NameMap`
     or a JSON file for `NameMap.from_dict`); `dtype` converts floating-point weights. Options belong to the destination's format.
     """
+    for path in (source, destination, names):
+        refuse_url(path)
     target = to or format_for(destination)
     state = load(source, format=from_format, **(read_options or {}))
     buffers = state._buffers
@@ -103,6 +106,7 @@ def as_dtype(state: CheckpointState, dtype: torch.dtype) -> CheckpointState:
 
 
 def read_name_map(path: PathLike) -> NameMap:
+    refuse_url(path)
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)

@@ -15,11 +15,13 @@ from torch import nn
 from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
 from .comparison import diff
 from .conversion import convert
-from .errors import MissingDependencyError
+from .errors import CheckpointError, MissingDependencyError
 from .export import export_artifacts
 from .formats import load, save
 
 STEPS = 8
+RESULTS = ("trained", "model.safetensors", "model.pt", "back", "trained_on", "from_pytorch", "final")
+"""What the demo writes beside the artifacts."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,21 @@ class Row:
     shows: str
 
 
-def demo(folder: Path) -> Iterator[Row]:
+def demo(folder: Path, overwrite: bool = False) -> Iterator[Row]:
     """Run the tour, a row for each stage. Everything stays in `folder` to be looked at."""
+    if not overwrite and (found := [name for name in RESULTS if (folder / name).exists()]):
+        raise CheckpointError(
+            f"holds {', '.join(found)} already", path=folder, remedy="Pass --overwrite to replace the files, or choose another folder."
+        )
     if importlib.util.find_spec("onnxruntime") is None:
         raise MissingDependencyError(
             "the demo trains with ONNX Runtime, which is not installed",
             remedy="pip install 'torch-ort-ckpt[ort]' (Python 3.11 or older). `torch-ort-ckpt doctor` shows what works here.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
     model = network()
     inputs, labels = data()
-    artifacts = export_artifacts(
-        model, inputs, folder, loss="cross_entropy", optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    )
+    adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    artifacts = export_artifacts(model, inputs, folder, loss="cross_entropy", optimizer=adamw, overwrite=overwrite)
     yield Row(
         "export a small network", "PyTorch -> ORT", "training_model.onnx ...", f"{sum(p.numel() for p in model.parameters())} parameters"
     )
@@ -72,7 +76,7 @@ def demo(folder: Path) -> Iterator[Row]:
     gap = max(abs(a - b) for a, b in zip(here, there, strict=True))
     yield Row("the same steps", "ONNX Runtime", "trained_on", f"loss {there[0]:.4f} -> {there[-1]:.4f}, largest gap {gap:.0e}")
 
-    save(from_torch(model, optimizer, like=state), folder / "from_pytorch")
+    save(from_torch(model, optimizer, like=state), folder / "from_pytorch", format="ort")
     final = train_with_ort(folder, folder / "from_pytorch", folder / "final", inputs, labels)
     shows = f"loss {final[0]:.4f} -> {final[-1]:.4f}, step {load(folder / 'final').step}"
     yield Row(f"take PyTorch's result on, {STEPS} steps", "ONNX Runtime", "from_pytorch -> final", shows)

@@ -40,6 +40,8 @@ _OPTIONAL = {
 """Package -> the extra that brings it."""
 
 _PACKAGE = "onnxruntime-training-cpu==1.19.2"
+_LAST_CPU, _LAST_CUDA = (3, 12), (3, 11)
+"""The last Python with wheels of onnxruntime-training-cpu 1.19.2, and of onnxruntime-training 1.19.2."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def ort_cuda(facts: dict[str, Any], device: bool) -> Check:
     """ORT's CUDA provider, from what the trial told; `device`: whether there is one to run on."""
     if "cuda" not in facts:
         detail = "this build of onnxruntime has no CUDA provider"
-        swap = f"pip uninstall -y {' '.join(_distributions())} && {_pip('cuda')}" if device and _python_trains() else None
+        swap = f"pip uninstall -y {' '.join(_distributions())} && {_pip('cuda')}" if device and _python_has(_LAST_CUDA) else None
         return Check("cuda", "onnxruntime", ABSENT, detail, swap)
     if facts["cuda"] is None:
         return Check("cuda", "onnxruntime", WORKS, "the CUDA provider and its libraries load")
@@ -243,12 +245,12 @@ def _pip(extra: str) -> str:
     return f"pip install 'torch-ort-ckpt[{extra}]'"
 
 
-def _python_trains() -> bool:
-    """onnxruntime-training 1.19.2, the last release, ends at Python 3.11."""
-    return sys.version_info < (3, 12)
+def _python_has(last: tuple[int, int]) -> bool:
+    return sys.version_info[:2] <= last
 
 
 def _install_ort() -> str:
-    if _python_trains():
+    if _python_has(_LAST_CPU):
         return _pip("ort")
-    return f"python3.11 -m venv ort && ort/bin/{_pip('ort')} (ONNX Runtime training ends at Python 3.11)"
+    version = ".".join(map(str, _LAST_CPU))
+    return f"python{version} -m venv ort && ort/bin/{_pip('ort')} (ONNX Runtime training ends at Python {version})"

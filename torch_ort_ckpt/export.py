@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import functools
 import inspect
 import io
 import logging
-import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,17 +20,19 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from .artifacts import Artifacts, OptimizerSpec
+from .artifact_set import pending_set, refuse_existing
+from .artifacts import MODELS, Artifacts, OptimizerSpec
+from .dynamic_check import check_dynamic, refuse_fixed
 from .engines.dlpack import ALIASABLE
-from .errors import CheckpointError, MissingDependencyError, UnsupportedError
+from .errors import CheckpointError, UnsupportedError
 from .formats import save
 from .graphs import load_model, refuse_crashes, write_order
 from .optimizer_graph import optimizer_model, optimizer_spec
+from .ort_builder import build_gradients
+from .paths import refuse_url
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
 from .state import CheckpointState
 from .storage import PathLike
-
-LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
 _log = logging.getLogger(__name__)
 
@@ -52,23 +53,31 @@ def export_artifacts(
     prefix: str = "",
     exporter: str = "auto",
     opset: int | None = None,
+    class_axis: int | None = None,
     nominal: bool = False,
+    overwrite: bool = False,
     progress: Stage | None = None,
 ) -> Artifacts:
-    """Write training, eval and optimizer model and checkpoint into `folder`.
+    """Write training, eval and optimizer model and checkpoint into `folder`: all of them, or (on an error or a crash) none.
 
-    - `loss`: one of `LOSSES` (on the module's first output, against an input `labels` or `target`), an
+    - `loss`: "cross_entropy", "mse", "bce_with_logits" or "l1" (on the module's first output, against an input `labels` or `target`), an
       `onnxruntime.training.onnxblock.Block`, or None where the module itself returns the loss.
     - `optimizer`: "adamw" and "sgd" with PyTorch's defaults, an `OptimizerSpec`, a `torch.optim.AdamW` or `SGD` to take the
       hyper-parameters from, or None. `OptimizerSpec(max_norm=...)` clips gradients.
     - `frozen`: names or patterns (`encoder.*`) of parameters without gradients; those that do not require any are frozen anyway.
     - `extra_outputs`: also return the module's outputs (True), or the named ones.
     - `dynamic_shapes`: input -> {axis: name of the dimension}; by default axis 0 of every input is `batch`. `{}` fixes all sizes.
+      A requested dimension that the module fixes is an error: the exported graph is run at another size and compared with the module.
+    - `class_axis`: where `loss="cross_entropy"` finds the classes in an output with more than two dimensions: 1, as
+      `torch.nn.functional.cross_entropy` takes it, or -1, as language models give them.
     - `exporter`: "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the older where it fails.
+    - `overwrite`: replace artifacts that are already in `folder`.
     """
+    refuse_url(folder)
     tell = progress or (lambda text: _log.info("%s", text))
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    owns = functools.partial(_is_artifact, prefix)
+    refuse_existing(place, owns, overwrite)
     inputs = _named_inputs(module, example_inputs)
     dynamic = {name: {0: "batch"} for name, value in inputs.items() if value.dim()} if dynamic_shapes is None else dynamic_shapes
     spec = optimizer_spec(optimizer)
@@ -77,33 +86,40 @@ def export_artifacts(
     model = _export(module, inputs, dynamic, trainable, exporter, opset, tell)
     for line in repair_forward(model):
         _log.info("%s", line)
-    _set_values(model, module)
     buffers = {name for name, _ in module.named_buffers()}
     initializers = {tensor.name for tensor in model.graph.initializer}
     fixed = [name for name, _ in module.named_parameters() if name in initializers and name not in trainable]
     fixed += sorted(buffers & initializers)
     extras = _extra_outputs(model, extra_outputs, loss)
-    with tempfile.TemporaryDirectory(dir=place, prefix=".export-") as temporary:
+    with pending_set(place, owns, overwrite=overwrite) as pending:
         tell("building the gradient graph")
-        _generate(model, trainable, fixed, loss, extras, Path(temporary), prefix)
+        build_gradients(model, trainable, fixed, loss, class_axis, extras, pending.path, prefix)
         names = [f"{prefix}training_model.onnx", f"{prefix}eval_model.onnx"]
         for name in names:
-            graph = load_model(Path(temporary) / name, weights=True)
+            graph = load_model(pending.path / name, weights=True)
             cap_ir_version(graph)
             single_batch_norm_outputs(graph) if "eval" in name else refuse_frozen_recurrent(graph, place / name)
+            refuse_fixed(graph, dynamic, place / name)
             write_order(graph, module)
-            onnx.save(graph, Path(temporary) / name)
+            onnx.save(graph, pending.path / name)
         if spec is not None:
-            onnx.save(optimizer_model(spec, opset=_opset(model)), Path(temporary) / f"{prefix}optimizer_model.onnx")
             names.append(f"{prefix}optimizer_model.onnx")
+            onnx.save(optimizer_model(spec, opset=_opset(model)), pending.path / names[-1])
         tell("writing the artifacts")
         state = _state(module, trainable, set(fixed))
-        save(state, place / f"{prefix}checkpoint")
-        if nominal:
-            save(_nominal(state), place / f"{prefix}nominal_checkpoint")
-        for name in names:
-            os.replace(Path(temporary) / name, place / name)
+        checkpoints = {f"{prefix}checkpoint": state} | ({f"{prefix}nominal_checkpoint": _nominal(state)} if nominal else {})
+        for name, content in checkpoints.items():
+            save(content, pending.path / name, format="ort")
+            names += [part for part in (name, f"{name}.data") if (pending.path / part).exists()]
+        pending.commit(names, overwrite=overwrite)
     return Artifacts.load(place, prefix=prefix)
+
+
+def _is_artifact(prefix: str, name: str) -> bool:
+    """Whether a file of this name belongs to the set of artifacts with this prefix."""
+    names = {f"{prefix}{model}{suffix}" for model in MODELS for suffix in (".onnx", ".ort")}
+    names |= {f"{prefix}{checkpoint}{suffix}" for checkpoint in ("checkpoint", "nominal_checkpoint") for suffix in ("", ".data")}
+    return name in names
 
 
 def refuse_frozen_recurrent(graph: onnx.ModelProto, path: Path) -> None:
@@ -167,6 +183,9 @@ def _export(
                 raise UnsupportedError(
                     f"the exporter lost or renamed {', '.join(missing[:5])}", remedy='Try the other exporter ("torchscript" or "dynamo").'
                 )
+            _set_values(model, module)
+            cap_ir_version(model)
+            check_dynamic(model, module, inputs, dynamic)
             return model
         except _EXPORT_ERRORS as error:
             failures.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
@@ -276,51 +295,6 @@ def _extra_outputs(model: onnx.ModelProto, wanted: bool | Sequence[str], loss: A
     return names
 
 
-def _generate(
-    model: onnx.ModelProto, trainable: Sequence[str], fixed: Sequence[str], loss: Any, extras: Sequence[str], folder: Path, prefix: str
-) -> None:
-    try:
-        from onnxruntime.training import artifacts, onnxblock
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"making gradient graphs needs onnxruntime-training ({error})",
-            remedy='pip install "torch-ort-ckpt[ort]" (Python below 3.12). `torch-ort-ckpt doctor` shows what works here.',
-        ) from error
-    from .engines.sessions import ort_errors
-
-    blocks = {
-        "cross_entropy": onnxblock.loss.CrossEntropyLoss,
-        "mse": onnxblock.loss.MSELoss,
-        "bce_with_logits": onnxblock.loss.BCEWithLogitsLoss,
-        "l1": onnxblock.loss.L1Loss,
-    }
-    if isinstance(loss, str):
-        if loss not in blocks:
-            raise CheckpointError(f"no loss {loss!r}", remedy=f"Use one of {', '.join(LOSSES)}, an onnxblock.Block, or None.")
-        loss = blocks[loss]()
-    elif loss is not None and not isinstance(loss, onnxblock.Block):
-        raise CheckpointError(f"loss is {type(loss).__name__}", remedy=f"Use one of {', '.join(LOSSES)}, an onnxblock.Block, or None.")
-    # Only the first output goes into a loss; the others are there to be returned.
-    first = [model.graph.output[0].name]
-    try:
-        with _quiet_stderr():
-            artifacts.generate_artifacts(
-                model,
-                requires_grad=list(trainable),
-                frozen_params=list(fixed),
-                loss=loss,
-                artifact_directory=folder,
-                prefix=prefix,
-                additional_output_names=list(extras) or None,
-                loss_input_names=first,
-            )
-    except ort_errors() as error:
-        raise UnsupportedError(
-            f"ONNX Runtime can't build the gradient graph: {error}",
-            remedy="An operator without a gradient: replace it in the module, or train it with torch_ort_ckpt's torch engine.",
-        ) from error
-
-
 def _state(module: nn.Module, trainable: Sequence[str], fixed: set[str]) -> CheckpointState:
     parameters = {name: value.detach().cpu() for name, value in module.named_parameters()}
     buffers = {name: value.detach().cpu() for name, value in module.named_buffers()}
@@ -335,21 +309,6 @@ def _nominal(state: CheckpointState) -> CheckpointState:
         return {name: torch.empty((), dtype=value.dtype, device="meta") for name, value in values.items()}
 
     return CheckpointState(trainable=empty(state.trainable), frozen=empty(state.frozen), nominal=True)
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """ORT's graph builder writes a line per transformation it tries straight to the process's stderr, whatever the log level."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    sink = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)
 
 
 def _opset(model: onnx.ModelProto) -> int:

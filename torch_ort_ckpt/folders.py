@@ -3,6 +3,9 @@
 A folder can't replace another in one rename. The new one is written and synced as `.<name>.<id>.new`; then the old one is renamed to
 `.<name>.<id>.old` (this commits) and the new one takes the name. Cut short between the two, the `.old` marks its `.new` as complete:
 `surviving` finds it for readers, `repair` finishes the save.
+
+The new folder carries a marker (see `ownership`) until the old one is gone. So leftovers can be told from what others called so: a `.new`
+is ours if its own marker says so, an `.old` if the marker of the folder in place has the same id.
 """
 
 from __future__ import annotations
@@ -10,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from .errors import CheckpointError
-from .storage import PathLike, directory_lock, fsync_directory, save_error, warn
+from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
+from .paths import refuse_url
+from .storage import PathLike, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
 
 
 class PendingFolder:
@@ -25,15 +28,13 @@ class PendingFolder:
 
     def __init__(self, path: PathLike) -> None:
         self.target = Path(os.path.realpath(path))
-        self.identity = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self.temporary = _sibling(self.target, self.identity, "new")
+        self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
-        os.mkdir(self.temporary)
-        self._mark = _lock(self.temporary, wait=True)
+        self._folder = MarkedFolder(self.target, "new")
+        self.identity, self.temporary = self._folder.identity, self._folder.path
 
     def open(self, name: str) -> BinaryIO:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        file: BinaryIO = os.fdopen(os.open(self.temporary / name, flags, 0o666), "wb", buffering=0)
+        file = create_file(self.temporary / name)
         self._open.append(file)
         return file
 
@@ -48,29 +49,46 @@ class PendingFolder:
     def commit(self, durable: bool, owns: Callable[[str], bool]) -> None:
         parent = self.target.parent
         with directory_lock(parent):
+            aside: Path | None = None
             if os.path.lexists(self.target):
                 _check_replaceable(self.target, owns)
+                _remove_replaced(self.target)  # proven by the marker that leaves now
                 aside = _sibling(self.target, self.identity, "old")
                 os.rename(self.target, aside)
-                if durable:
+                self.committed = True
+            try:
+                if durable and aside is not None:
                     fsync_directory(parent)
                 os.rename(self.temporary, self.target)
-                if durable:
-                    fsync_directory(parent)
-            else:
-                os.rename(self.temporary, self.target)
-                if durable:
-                    fsync_directory(parent)
+            except OSError:
+                if aside is not None:
+                    os.rename(aside, self.target)
+                    self.committed = False
+                raise
+            self.committed = self.in_place = True
+            if durable:
+                fsync_directory(parent)
             _remove_leftovers(self.target)
 
     def discard(self) -> None:
+        """Close what is open; remove the new folder unless it was committed. What fails here is not worth hiding an earlier error for."""
         for file in self._open:
-            file.close()
-        committed = _sibling(self.target, self.identity, "old").exists() and not self.target.exists()
-        if not committed:  # between the two renames the new folder is all there is
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        if self._mark is not None:
-            os.close(self._mark)
+            with contextlib.suppress(OSError):
+                file.close()
+        if not self.committed:  # between the two renames the new folder is all there is
+            delete_folder(self.temporary)
+        with contextlib.suppress(OSError):
+            self._folder.close()
+
+    def error(self, error: OSError, path: PathLike) -> CheckpointError:
+        """What to say of a failure: before the commit the old folder is there, after it the new one."""
+        if self.committed and not self.in_place:
+            return CheckpointError(
+                f"the new checkpoint is complete, but could not be given its name ({error.strerror or error})",
+                path=path,
+                remedy="It loads as it is; `torch-ort-ckpt verify --repair` completes the save.",
+            )
+        return (unsynced_error if self.committed else save_error)(error, path)
 
 
 @contextlib.contextmanager
@@ -79,6 +97,7 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
     A folder that is already there is replaced only if `owns` knows every name in it: nothing that is not a checkpoint's is ever deleted.
     """
+    refuse_url(path)
     pending: PendingFolder | None = None
     try:
         target = Path(os.path.realpath(path))
@@ -91,17 +110,20 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise save_error(error, path) from error
+        raise (pending.error if pending is not None else save_error)(error, path) from error
     finally:
         if pending is not None:
             pending.discard()
 
 
-def surviving(path: PathLike) -> Path:
+def surviving(path: PathLike, *, quiet: bool = False) -> Path:
     """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
+    refuse_url(path)
     place = Path(path)
     if os.path.lexists(place) or (found := _interrupted(place)) is None:
         return place
+    if quiet:
+        return found
     warn(f"{place}: the last save was cut short; reading {found.name}. `torch-ort-ckpt verify --repair` completes it.")
     return found
 
@@ -112,8 +134,11 @@ def repair(path: PathLike) -> bool:
     with directory_lock(target.parent):
         if os.path.lexists(target) or (found := _interrupted(target)) is None:
             return False
-        os.rename(found, target)
-        fsync_directory(target.parent)
+        try:
+            os.rename(found, target)
+            fsync_directory(target.parent)
+        except OSError as error:
+            raise save_error(error, path) from error
         _remove_leftovers(target)
     return True
 
@@ -123,7 +148,7 @@ def _sibling(target: Path, identity: str, kind: str) -> Path:
 
 
 def _siblings(target: Path, kind: str) -> list[Path]:
-    pattern = re.compile(re.escape(f".{target.name}.") + r"\d+-[0-9a-f]{8}" + re.escape(f".{kind}"))
+    pattern = re.compile(re.escape(f".{target.name}.") + f"({IDENTITY})" + re.escape(f".{kind}"))
     try:
         names = os.listdir(target.parent)
     except OSError:
@@ -131,38 +156,32 @@ def _siblings(target: Path, kind: str) -> list[Path]:
     return sorted(target.with_name(name) for name in names if pattern.fullmatch(name))
 
 
+def _partner(sibling: Path, kind: str) -> Path:
+    """The other folder of the same save."""
+    return sibling.with_name(sibling.name[:-3] + kind)
+
+
 def _interrupted(target: Path) -> Path | None:
     for aside in _siblings(target, "old"):
-        fresh = aside.with_name(aside.name.removesuffix("old") + "new")
+        fresh = _partner(aside, "new")
         return fresh if fresh.is_dir() else aside
     return None
 
 
 def _remove_leftovers(target: Path) -> None:
-    """What saves that were cut short left beside a folder that is in place: all that was replaced, and new ones without a living writer."""
-    for aside in _siblings(target, "old"):
-        shutil.rmtree(aside, ignore_errors=True)
+    """What saves left beside a folder that is in place: what it replaced, new ones without a living writer, and its own marker."""
+    _remove_replaced(target)
+    if identity_of(target, target.name) is not None:
+        os.unlink(target / MARKER)
     for fresh in _siblings(target, "new"):
-        mark = _lock(fresh, wait=False)
-        if mark is not None:
-            shutil.rmtree(fresh, ignore_errors=True)
-            os.close(mark)
+        delete_abandoned(fresh, target.name, partner=_partner(fresh, "old"))
 
 
-def _lock(folder: Path, wait: bool) -> int | None:
-    """Lock a folder for as long as its writer lives; None where there are no locks, or (without `wait`) someone holds it."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def _remove_replaced(target: Path) -> None:
+    """The folder that `target` replaced: the one with the id of its marker."""
+    identity = identity_of(target, target.name)
+    if identity is not None:
+        delete_folder(_sibling(target, identity, "old"))
 
 
 def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:
@@ -170,10 +189,14 @@ def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:
         raise CheckpointError(
             "a file is in the way of a checkpoint that is a folder", path=target, remedy="Remove it, or choose another name."
         )
-    foreign = sorted(name for name in os.listdir(target) if not owns(name))
+    foreign = sorted(name for name in os.listdir(target) if not owns(name) and not _is_our_marker(target, name))
     if foreign:
         raise CheckpointError(
             f"the folder holds other files than a checkpoint's ({', '.join(foreign[:3])}), which replacing it would delete",
             path=target,
             remedy="Give the checkpoint a folder of its own.",
         )
+
+
+def _is_our_marker(target: Path, name: str) -> bool:
+    return name == MARKER and identity_of(target, target.name) is not None

@@ -37,6 +37,11 @@ _ORT_TYPES = {
     "tensor(double)": torch.float64,
     "tensor(int64)": torch.int64,
     "tensor(int32)": torch.int32,
+    "tensor(int16)": torch.int16,
+    "tensor(int8)": torch.int8,
+    "tensor(uint64)": torch.uint64,
+    "tensor(uint32)": torch.uint32,
+    "tensor(uint16)": torch.uint16,
     "tensor(uint8)": torch.uint8,
     "tensor(bool)": torch.bool,
 }

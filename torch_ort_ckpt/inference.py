@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import onnx
 import torch
@@ -13,13 +11,15 @@ from onnx import helper
 from .artifacts import Artifacts
 from .dtypes import ONNX_FROM_TORCH
 from .errors import CheckpointError, MissingFileError, UnsupportedError
+from .formats.onnx import write_model
 from .graphs import all_nodes
+from .paths import refuse_url
 from .repairs import cap_ir_version, typed_values
 from .state import nbytes
-from .storage import PathLike, atomic_write, tensor_bytes
+from .storage import PathLike, tensor_bytes
 
 INLINE_LIMIT = 1 << 30
-"""Weights beyond this go into `<path>.data` beside the model (a protobuf holds 2 GiB at most)."""
+"""Weights beyond this go into a file `<path>.<hash>.data` beside the model (a protobuf holds 2 GiB at most)."""
 
 
 def export_inference(
@@ -30,21 +30,21 @@ def export_inference(
     `outputs` may name any value of the eval graph; without it all extra outputs are taken, or the loss where there are none. Inputs that
     are then no longer needed (the labels) disappear.
     """
+    refuse_url(path)
     if artifacts.eval is None:
         raise MissingFileError(
             "no eval_model.onnx to cut an inference model from", path=artifacts.folder, remedy="Export the artifacts with an eval model."
         )
     model = inference_model(artifacts.eval, artifacts, outputs)
     values = {name: _current(name, artifacts, tensors) for name in _weight_names(model, artifacts)}
-    place = Path(path)
-    external = place.with_name(place.name + ".data") if sum(nbytes(value) for value in values.values()) > INLINE_LIMIT else None
-    if external is None:
-        for name, value in values.items():
-            model.graph.initializer.append(_tensor(name, value))
-    else:
-        _write_data(model, values, external)
-    with atomic_write(place) as file:
-        file.write(model.SerializeToString())
+    external = sum(nbytes(value) for value in values.values()) > INLINE_LIMIT
+    outside = []
+    for name, value in values.items():
+        item = _tensor(name, value, with_data=not external)
+        model.graph.initializer.append(item)
+        if external and value.numel():
+            outside.append((model.graph.initializer[-1], value))
+    write_model(model, outside, path)
 
 
 def inference_model(graph_model: onnx.ModelProto, artifacts: Artifacts, outputs: Sequence[str] | None) -> onnx.ModelProto:
@@ -106,26 +106,14 @@ def _current(name: str, artifacts: Artifacts, tensors: Mapping[str, torch.Tensor
     return tensors[master].detach().to(dtype)
 
 
-def _tensor(name: str, value: torch.Tensor) -> onnx.TensorProto:
+def _tensor(name: str, value: torch.Tensor, with_data: bool) -> onnx.TensorProto:
     number = ONNX_FROM_TORCH.get(value.dtype)
     if number is None:
         raise UnsupportedError(f"ONNX has no element type {value.dtype}", field=name)
-    data = tensor_bytes(value).tobytes() if value.numel() else b""
-    return onnx.TensorProto(name=name, data_type=number, dims=list(value.shape), raw_data=data)
-
-
-def _write_data(model: onnx.ModelProto, values: Mapping[str, torch.Tensor], path: Path) -> None:
-    with atomic_write(path) as file:
-        position = 0
-        for name, value in values.items():
-            data = tensor_bytes(value)
-            tensor = onnx.TensorProto(name=name, data_type=ONNX_FROM_TORCH[value.dtype], dims=list(value.shape))
-            tensor.data_location = onnx.TensorProto.EXTERNAL
-            for key, text in (("location", os.path.basename(path)), ("offset", str(position)), ("length", str(len(data)))):
-                tensor.external_data.add(key=key, value=text)
-            file.write(data)
-            position += len(data)
-            model.graph.initializer.append(tensor)
+    item = onnx.TensorProto(name=name, data_type=number, dims=list(value.shape))
+    if with_data or not value.numel():
+        item.raw_data = tensor_bytes(value).tobytes() if value.numel() else b""
+    return item
 
 
 def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:

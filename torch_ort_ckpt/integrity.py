@@ -9,6 +9,7 @@ import torch
 
 from .errors import CheckpointError
 from .formats import detect, load, module
+from .paths import refuse_url
 from .state import CheckpointState, Value, is_string
 from .storage import PathLike, Progress
 
@@ -34,6 +35,7 @@ def verify(path: PathLike, *, format: str | None = None, repair: bool = False, p
 
     `repair` completes a save that was interrupted between renaming its files.
     """
+    refuse_url(path)
     result = Verification(str(path))
     try:
         result.format = format or detect(path)

@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,10 +23,13 @@ from torch import nn
 from .bridge import from_torch, group_from_torch
 from .errors import CheckpointError, MissingDependencyError
 from .formats import save
+from .formats.safetensors import files
 from .formats.torch import parameter_names
+from .paths import refuse_url
 from .state import CheckpointState
+from .storage import warn
 from .training import tree
-from .training.directory import pending_folder
+from .training.directory import pending_folder, recover, remove
 from .training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -56,15 +58,20 @@ def _checkpoint_io(plugins: Any) -> type:
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
             if storage_options is not None:
                 raise CheckpointError("storage_options mean nothing here", path=path)
+            refuse_url(path)
             write_lightning(checkpoint, Path(path))
 
         def load_checkpoint(self, path: Any, map_location: Any = None, **options: Any) -> dict[str, Any]:
+            refuse_url(path)
+            if not os.path.lexists(path):
+                recover(Path(path))
             if Path(path).is_dir():
                 return read_lightning(Path(path), map_location)
             found: dict[str, Any] = plugins.TorchCheckpointIO().load_checkpoint(path, map_location, **options)
             return found
 
         def remove_checkpoint(self, path: Any) -> None:
+            refuse_url(path)
             _remove(Path(path))
 
     return OrtCheckpointIO
@@ -83,9 +90,14 @@ def _callback(pl: Any) -> type:
         def __init__(self, *args: Any, format: str = "ort", module: str | None = None, **options: Any) -> None:
             if format not in SUFFIXES:
                 raise CheckpointError(f"{format!r} is not one of {', '.join(SUFFIXES)}", field="format")
+            refuse_url(args[0] if args else options.get("dirpath"), "dirpath")
             self.format, self.module = format, module
             self.FILE_EXTENSION = SUFFIXES[format]
             super().__init__(*args, **options)
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            super().setup(trainer, pl_module, stage)
+            refuse_url(self.dirpath, "dirpath")  # it may come from the Trainer
 
         @property
         def state_key(self) -> str:
@@ -101,6 +113,7 @@ def _callback(pl: Any) -> type:
             }
 
         def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+            refuse_url(filepath)
             if trainer.is_global_zero:
                 Path(filepath).parent.mkdir(parents=True, exist_ok=True)
                 state = training_state(trainer, self.module, include_optimizer=not self.save_weights_only)
@@ -113,8 +126,9 @@ def _callback(pl: Any) -> type:
         def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
             if trainer.is_global_zero:
                 place = Path(filepath)
-                for name in (place.name, place.name + ".data", place.stem + ".optimizer.safetensors"):
-                    _remove(place.with_name(name))
+                beside = [place.with_name(place.name + ".data")] if self.format == "ort" else files(place)
+                for part in (place, *beside):
+                    _remove(part)
 
     return OrtCheckpoint
 
@@ -140,7 +154,8 @@ def write_lightning(checkpoint: Mapping[str, Any], path: Path) -> None:
     """One of Lightning's checkpoint dictionaries as a folder: appears whole or not at all."""
     state = _state_of(checkpoint, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with pending_folder(path) as pending:
+    recover(path)
+    with pending_folder(path, asked=True) as pending:
         files = write_state(pending.path, state, durable=True)
         files |= write_tree(pending.path, SHARED, *tree.encode(dict(checkpoint), tree.labels(state)), durable=True)
         write_manifest(pending.path, int(checkpoint.get("global_step", 0)), 1, {}, files, durable=True)
@@ -182,11 +197,12 @@ def _only_graph(root: nn.Module) -> nn.Module | None:
 
 
 def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        if (reason := remove(path)) is not None:
+            warn(f"{path} stays where it is: {reason}")
+        return
     with contextlib.suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
+        os.unlink(path)
 
 
 def __getattr__(name: str) -> Any:

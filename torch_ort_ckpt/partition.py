@@ -20,6 +20,7 @@ import torch
 
 from . import properties as names
 from .errors import CheckpointError
+from .paths import refuse_url
 from .state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string
 from .storage import PathLike
 
@@ -154,6 +155,7 @@ class PartitionPlan:
     @classmethod
     def from_json(cls, source: PathLike | Mapping[str, Any]) -> PartitionPlan:
         """From a mapping, or a JSON file, with the names of the fields."""
+        refuse_url(source)
         path = None if isinstance(source, Mapping) else source
         try:
             content = dict(source) if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from torch import fx, nn
 from .artifacts import Artifacts
 from .engines.torch import Translation, translate
 from .errors import CheckpointError, MissingFileError
+from .paths import refuse_url
 from .state import Value
 from .storage import PathLike, atomic_write
 
@@ -35,6 +36,7 @@ def to_torch_module(artifacts: Artifacts | PathLike, *, outputs: Sequence[str] |
     `outputs` names other values of the graph than the loss: `["logits"]` gives a module that takes no labels. `source` is a file to
     write the module's Python source to; it defines the class `Model` and imports only torch.
     """
+    refuse_url(source)
     found = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
     found.state.require_values()
     plan = _Plan(found, outputs)

@@ -14,7 +14,7 @@ from .artifacts import Artifacts
 from .bridge import from_torch
 from .engines.torch.translate import Translation, slice_graph, translate
 from .errors import MissingFileError, UnsupportedError
-from .runtime.module import _place
+from .runtime.scopes import Scope, compute_values, lookup, place, set_own_attribute
 from .state import CheckpointState, is_string
 from .storage import PathLike
 
@@ -54,25 +54,27 @@ class Stage(nn.Module):
         super().__init__()
         self.graph = translation.module
         self.names = translation.parameters
+        self._hooked: list[Scope] = []
         for name in self.names:
             value: Any = state.parameters[name]
-            owner, key = _place(self, name)
+            owner, key = place(self, name, self._hooked)
             if name in state.trainable:
                 owner._parameters[key] = nn.Parameter(value.detach().clone())
             else:
                 owner._buffers[key] = value.detach().clone()
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        outputs: tuple[torch.Tensor, ...] = self.graph(*inputs, *self.tensors().values())
+        compute_values(self._hooked)
+        outputs: tuple[torch.Tensor, ...] = self._modules["graph"](*inputs, *self.tensors().values())  # type: ignore[misc]  # not None
         return outputs[0]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by their names in the checkpoint."""
-        found: dict[str, Any] = {}
-        for name in self.names:
-            owner, key = _place(self, name)
-            found[name] = owner._parameters[key] if key in owner._parameters else owner._buffers[key]
-        return found
+        return {name: lookup(*place(self, name, self._hooked)) for name in self.names}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not set_own_attribute(self, name, value):
+            super().__setattr__(name, value)
 
     def checkpoint(self, optimizer: torch.optim.Optimizer | None = None) -> CheckpointState:
         """This stage's part of the training state; the states of all stages merge into the checkpoint of the whole model."""

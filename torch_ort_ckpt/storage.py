@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import io
 import mmap as _mmap
 import os
@@ -14,12 +15,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from .errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError
+from .paths import refuse_url
 from .state import Value, byte_view, same_bytes
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -110,6 +112,63 @@ def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
     return data
 
 
+class OutputFile(io.RawIOBase):
+    """An open file that is written without a buffer. `write` writes everything, or raises: the system may take less than asked, and does
+    so on a disk that fills up. Every file of this library is written through it."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes and view.c_contiguous else memoryview(view.tobytes())
+        done = 0
+        while done < len(view):
+            written = os.write(self._descriptor, view[done:])
+            if written <= 0:
+                raise OSError(errno.EIO, "the system writes nothing more")
+            done += written
+        return done
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.read(self._descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return os.lseek(self._descriptor, offset, whence)
+
+    def truncate(self, size: int | None = None) -> int:
+        size = self.tell() if size is None else size
+        os.ftruncate(self._descriptor, size)
+        return size
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Some network file systems say only here that a write failed."""
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
+
+
+def create_file(path: PathLike) -> BinaryIO:
+    """A new file, to be written and read back. Nothing may be there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    return cast(BinaryIO, OutputFile(os.open(path, flags, 0o666)))
+
+
 def tensor_bytes(value: torch.Tensor) -> memoryview:
     """The tensor's elements as bytes, without a copy for contiguous CPU tensors."""
     return byte_view(value.cpu() if value.device.type != "cpu" else value).numpy().data
@@ -122,15 +181,13 @@ def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None 
     view = tensor_bytes(value)
     size = len(view)
     map_pages(value)
-    reader = progress if isinstance(progress, ReadBack) and isinstance(file, io.FileIO) else None
+    reader = progress if isinstance(progress, ReadBack) and isinstance(file, OutputFile) else None
     step = _CHUNK if reader is None else _READ_BACK
     for start in range(0, size, step):
-        rest = chunk = view[start : start + step]
-        while rest:  # raw files may write less than asked
-            written = file.write(rest)
-            if progress:
-                progress(written)
-            rest = rest[written:]
+        chunk = view[start : start + step]
+        written = file.write(chunk)
+        if progress:
+            progress(written)
         if reader:
             reader.check(file, chunk)
     if reader:
@@ -191,20 +248,29 @@ class PendingFile:
     """A finished or unfinished temporary beside its target; `commit` is the rename."""
 
     def __init__(self, path: PathLike) -> None:
+        refuse_url(path)
         self.target = Path(os.path.realpath(path))  # through a symbolic link, as an in-place write would go
         self.committed = False
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        descriptor, self._mark = -1, None
-        while self._mark is None:
-            self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-            try:
-                descriptor = os.open(self.temporary, flags, 0o666)
-            except OSError as error:
-                raise save_error(error, path) from error
-            self._mark = _mark_as_alive(descriptor)
-        self.file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
+        self._mark: int | None = None
+        try:
+            while self._mark is None:
+                self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+                self.file = create_file(self.temporary)
+                self._mark = self._marked()
+        except OSError as error:
+            raise save_error(error, path) from error
         with contextlib.suppress(OSError):  # keep the mode of what is replaced
             os.chmod(self.temporary, stat.S_IMODE(self.target.stat().st_mode))
+
+    def _marked(self) -> int | None:
+        try:
+            mark = _mark_as_alive(self.file.fileno())
+        except OSError:
+            self.discard()
+            raise
+        if mark is None:
+            self.file.close()
+        return mark
 
     def finish(self, durable: bool) -> None:
         if durable:
@@ -218,12 +284,15 @@ class PendingFile:
             fsync_directory(self.target.parent)
 
     def discard(self) -> None:
-        self.file.close()
+        """Close what is open; remove the temporary unless it was committed. What fails here is not worth hiding an earlier error for."""
+        with contextlib.suppress(OSError):
+            self.file.close()
         if not self.committed:
             with contextlib.suppress(OSError):
                 os.unlink(self.temporary)
         if self._mark is not None and self._mark >= 0:
-            os.close(self._mark)
+            with contextlib.suppress(OSError):
+                os.close(self._mark)
             self._mark = -1
 
 
@@ -238,7 +307,6 @@ def _mark_as_alive(descriptor: int) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     if os.fstat(descriptor).st_nlink:
         return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before its rename
-    os.close(descriptor)
     return None
 
 
@@ -271,9 +339,7 @@ def pending_file(path: PathLike) -> Iterator[PendingFile]:
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        if pending.committed:
-            raise CheckpointError(f"the new file is in place, but may not outlast a power failure ({error.strerror})", path=path) from error
-        raise save_error(error, path) from error
+        raise (unsynced_error if pending.committed else save_error)(error, path) from error
     finally:
         pending.discard()
 
@@ -288,6 +354,10 @@ def save_error(error: OSError, path: PathLike) -> CheckpointError:
     )
 
 
+def unsynced_error(error: OSError, path: PathLike) -> CheckpointError:
+    return CheckpointError(f"the new file is in place, but may not outlast a power failure ({error.strerror or error})", path=path)
+
+
 def fsync_directory(folder: Path) -> None:
     """Make a rename in `folder` durable. Windows has no such call and needs none."""
     if os.name == "nt":
@@ -299,7 +369,8 @@ def fsync_directory(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -317,7 +388,8 @@ def directory_lock(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def padding(position: int, alignment: int = ALIGNMENT) -> int:

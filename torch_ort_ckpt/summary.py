@@ -54,7 +54,7 @@ class Summary:
     properties: dict[str, int | float | str]
     partitions: dict[str, Any]
     read_by: str
-    """The ORT releases that can read this file as it is."""
+    """The ORT releases that can read this file as it is, and why others can't."""
 
     @property
     def total_bytes(self) -> int:
@@ -91,7 +91,7 @@ def summarize(
         groups=_groups(state),
         properties=dict(state.properties),
         partitions=dict(state.partitions),
-        read_by=read_by(name, state.format_version),
+        read_by=read_by(name, path),
     )
 
 

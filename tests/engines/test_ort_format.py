@@ -12,7 +12,7 @@ import pytest
 import torch_ort_ckpt as toc
 from tests.models import batch, exported
 from tests.official import assert_same
-from torch_ort_ckpt.export import _quiet_stderr
+from torch_ort_ckpt.ort_builder import quiet_stderr
 
 pytestmark = pytest.mark.ort
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place, work = tmp_path_factory.mktemp("ort"), tmp_path_factory.mktemp("onnx")
     for name in ("training_model", "eval_model", "optimizer_model"):
         shutil.copy(exported("mlp").folder / f"{name}.onnx", work)
-        with _quiet_stderr(), contextlib.redirect_stdout(io.StringIO()):
+        with quiet_stderr(), contextlib.redirect_stdout(io.StringIO()):
             convert_onnx_models_to_ort(work / f"{name}.onnx", output_dir=work, optimization_styles=[OptimizationStyle.Fixed])
         shutil.copy(work / f"{name}.ort", place)
     shutil.copy(exported("mlp").folder / "checkpoint", place)

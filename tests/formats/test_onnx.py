@@ -12,7 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.cli import main
+from torch_ort_ckpt.hashing import bytes_hash
 
+from ..disks import write_model
 from ..truth import Truth, fixtures
 
 ADAMW = Truth("fbv2_ort1_19_2_adamw_full")
@@ -115,3 +117,21 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     source = str(ADAMW.folder / "inference_model.onnx")
     assert main(["convert", str(ADAMW.checkpoint), str(tmp_path / "m.onnx"), "--model", source]) == 0
     assert main(["inspect", str(tmp_path / "m.onnx")]) == 0
+
+
+def test_only_data_files_of_its_own_are_removed(tmp_path: Path) -> None:
+    """Those that the replaced model names, and those of saves that were cut short, whose name is the hash of their content."""
+    path = tmp_path / "m.onnx"
+    write_model(path, toc.CheckpointState({"w": torch.ones(900), "v": torch.ones(900)}))
+    mine = tmp_path / f"m.onnx.{'0' * 32}.data"
+    mine.write_bytes(b"a user's file")
+    abandoned = tmp_path / f"m.onnx.{bytes_hash(b'of a killed save')}.data"
+    abandoned.write_bytes(b"of a killed save")
+    for value in (2.0, 3.0):
+        state = toc.CheckpointState({"w": torch.full((900,), value), "v": torch.full((900,), value)})
+        toc.save(state, path, external_data=True)
+        assert toc.load(path) == state
+        assert len(list(tmp_path.glob("m.onnx.*.data"))) == 2
+        assert mine.exists()
+    toc.save(state, path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, mine])

@@ -208,19 +208,6 @@ def test_all_damaged_means_starting_anew(tmp_path: Path) -> None:
         assert manager.restore(other.model, other.optimizer) is None
 
 
-def test_what_killed_writers_left_is_cleared_and_a_complete_one_recovered(tmp_path: Path) -> None:
-    manager = toc.CheckpointManager(tmp_path)
-    for step in (1, 2):
-        save(manager, step, plain())
-    os.rename(tmp_path / "checkpoint_2", tmp_path / ".checkpoint_2.123-0123abcd.tmp")
-    (tmp_path / ".checkpoint_3.123-0123abcd.tmp").mkdir()
-    (tmp_path / ".checkpoint_3.123-0123abcd.tmp" / "checkpoint").write_bytes(b"half")
-    (tmp_path / ".checkpoint_1.0123abcd.old").mkdir()
-    (tmp_path / "notes.txt").write_text("mine")
-    assert steps_of(toc.CheckpointManager(tmp_path)) == [1, 2]
-    assert files_of(tmp_path) == {"checkpoint_1", "checkpoint_2", "notes.txt"}
-
-
 def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
     from torch_ort_ckpt.training.directory import pending_entry
 

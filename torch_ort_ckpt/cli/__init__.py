@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 from ..errors import CheckpointError, CheckpointWarning
+from ..paths import refuse_url
 from . import commands
 from .output import error_console, print_error, print_warning
 
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", CheckpointWarning)
         warnings.showwarning = print_warning
         try:
+            for value in vars(options).values():
+                for item in value if isinstance(value, list) else [value]:
+                    refuse_url(item)
             return int(options.run(options))
         except CheckpointError as error:
             print_error(str(error))

@@ -17,7 +17,7 @@ from ..comparison import diff
 from ..conversion import convert
 from ..dtypes import TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, MissingFileError
-from ..formats import FORMATS, WRITABLE, detect, format_for, save
+from ..formats import FORMATS, WRITABLE, detect, exists, format_for, load, read_by, save
 from ..integrity import verify
 from ..state import CheckpointState, format_bytes
 from ..storage import warn
@@ -70,7 +70,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     version = f" version {found.format_version}" if found.format_version else ""
     nominal = ", nominal (no data)" if found.nominal else ""
     print_line(f"[bold]{escaped(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors")
-    print_line(f"readable as it is by {found.read_by}\n")
+    print_line(f"readable as it is by {escaped(found.read_by)}\n")
     if found.tensors:
         out.print(_tensor_table(found))
     if found.groups:
@@ -130,7 +130,11 @@ def _add_convert(subparsers: Any) -> None:
     )
     parser.add_argument("--name-map", metavar="JSON", help='file of {"ort name": "torch name" or {"name": ..., "transpose": true}}')
     parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer state out")
-    parser.add_argument("--mixed-precision", action="store_true", help="write the half-precision aliases too")
+    parser.add_argument(
+        "--mixed-precision",
+        action="store_true",
+        help="write the half-precision aliases too (no release of ORT reads an ort file with them)",
+    )
     parser.add_argument("--upcast-half", action="store_true", help="give weights that exist only as <w>_fp16 an fp32 master")
     parser.add_argument("--version", type=int, choices=(1, 2), help="ort: 1 for devices on ORT 1.16 / 1.17, 2 (default) for 1.18 and later")
     parser.add_argument("--model", metavar="ONNX", help="onnx: the model whose initializers take the weights (default: DST itself)")
@@ -166,9 +170,12 @@ def run_upgrade(options: argparse.Namespace) -> int:
     if options.destination is None and os.path.isdir(options.source):
         raise CheckpointError("a folder, which a file can't replace", path=options.source, remedy="Say where the upgraded file goes: DST.")
     options.destination = options.destination or options.source
-    # Aliases follow from their masters, and ORT's Python loader refuses half precision: only a file of its own generation keeps them.
-    aliases = detect(options.source) == "ort"
-    state = _convert(options, to="ort", include_mixed_precision=aliases, **writing_options(options, "ort"))
+    aliases = len(load(options.source).mixed_precision)  # before the source may be replaced
+    state = _convert(options, to="ort", **writing_options(options, "ort"))
+    if aliases:
+        warn(f"{options.source}: {aliases} half-precision aliases are left out: ORT reads no file with them, and their masters are here")
+    if (readers := read_by("ort", options.destination)).startswith("no release"):
+        warn(f"{options.destination}: readable by {readers}")
     if state.partitions:
         warn(f"{options.source} is one rank of a partitioned set and holds its share only: merge the set for a whole checkpoint")
     return 0
@@ -269,6 +276,7 @@ def _add_average(subparsers: Any) -> None:
     parser.add_argument(
         "--weights", type=_parse_weights, metavar="W,W,...", help="e.g. the number of samples behind each; default: all equal"
     )
+    parser.add_argument("--skip-bad", action="store_true", help="leave out checkpoints with NaN or infinite values (else refused)")
     parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
     add_writing(parser)
 
@@ -276,10 +284,10 @@ def _add_average(subparsers: Any) -> None:
 def run_average(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.output)
     more = writing_options(options, target)
-    if not options.overwrite and os.path.lexists(options.output):
+    if not options.overwrite and exists(options.output):
         raise CheckpointError("exists already", path=options.output, remedy="Pass --overwrite to replace it.")
     with progress_bar("averaging", sum(map(size_of, options.paths))) as advance:
-        state = average(options.paths, options.weights, progress=advance)
+        state = average(options.paths, options.weights, skip_bad=options.skip_bad, progress=advance)
     save(state, options.output, format=target, overwrite=options.overwrite, durable=not options.no_fsync, **more)
     print_line(f"{escaped(options.output)}: average of {len(options.paths)}, {contents(state)}")
     return 0
@@ -288,6 +296,7 @@ def run_average(options: argparse.Namespace) -> int:
 def _add_demo(subparsers: Any) -> None:
     parser = command(subparsers, "demo", run_demo, "Export, train with ORT, convert to PyTorch and safetensors and back, on built-in data.")
     parser.add_argument("folder", nargs="?", help="where to leave the files; default: a temporary folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier demo left there")
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -295,7 +304,7 @@ def run_demo(options: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-")))
-        rows = [dataclasses.astuple(row) for row in demo(folder)]
+        rows = [dataclasses.astuple(row) for row in demo(folder, options.overwrite)]
     console().print(table("What was done", ("stage", "by", "files", "result"), rows))
     if options.folder:
         print_line(f"\nThe files are in {escaped(options.folder)}: try `torch-ort-ckpt inspect {escaped(options.folder)}/trained`.")

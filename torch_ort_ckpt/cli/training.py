@@ -17,6 +17,7 @@ from typing import Any
 from rich.markup import escape
 
 from ..errors import CheckpointError, MissingDependencyError, MissingFileError
+from ..paths import refuse_url
 from ..state import format_bytes
 from ..storage import PathLike
 from .output import console, print_json, print_line, table
@@ -121,6 +122,7 @@ def train(content: Mapping[str, Any], folder: Path, steps: int | None = None) ->
         raise CheckpointError(f"no such section: {', '.join(unknown)}", remedy=f"Known: {', '.join(sorted(known))}.")
     if missing := sorted({"artifacts", "data", "runner"} - set(content)):
         raise CheckpointError(f"missing: {', '.join(missing)}", remedy="See `torch-ort-ckpt train --help`.")
+    refuse_url(content["artifacts"], "artifacts")
     settings = _absolute(content["runner"], folder)
     config = RunnerConfig.from_dict({**settings, "num_train_steps": steps} if steps is not None else settings)
     distributed.start()
@@ -188,6 +190,8 @@ def _absolute(settings: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise CheckpointError("must be settings by name", field="runner")
     paths = {item.name for item in dataclasses.fields(RunnerConfig) if "PathLike" in str(item.type)}
+    for name in paths & set(settings):
+        refuse_url(settings[name], name)
     return {name: str(folder / value) if name in paths and value is not None else value for name, value in settings.items()}
 
 

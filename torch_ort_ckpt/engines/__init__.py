@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, empty
 from torch import device as Device
 
 from ..artifacts import Artifacts
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import refuse_crashes
+from . import cuda
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,20 @@ def make(name: str, artifacts: Artifacts, options: EngineOptions) -> Engine:
 
         return TorchEngine(artifacts, options)
     raise CheckpointError(f"no engine called {name!r}", remedy='Use "ort", "torch" or "auto".')
+
+
+def usable_device(device: str | Device) -> Device:
+    """The device by its name, after making sure that PyTorch can use it here."""
+    try:
+        found = Device(device)
+        if found.type not in ("cpu", "cuda"):
+            empty(0, device=found)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"device {device}: PyTorch can't use it here ({reason})", remedy='Use device="cpu".') from error
+    if found.type == "cuda":
+        cuda.present(found)
+    return found
 
 
 def why_not_ort(artifacts: Artifacts, options: EngineOptions) -> str | None:

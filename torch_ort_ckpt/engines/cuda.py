@@ -16,22 +16,32 @@ from ..errors import CheckpointError, MissingDependencyError
 PROVIDER = "CUDAExecutionProvider"
 
 
+def present(device: torch.device) -> torch.device:
+    """The device with its index, after making sure that PyTorch has it."""
+    _available(device)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise CheckpointError(f"device cuda:{index} does not exist", remedy=f"There are {torch.cuda.device_count()}, counted from 0.")
+    return torch.device("cuda", index)
+
+
 def check(device: torch.device, providers: list[str]) -> torch.device:
     """The device with its index, after making sure that PyTorch and ONNX Runtime both have it."""
-    if not torch.cuda.is_available():
-        raise CheckpointError(
-            f"device {device}: PyTorch finds no CUDA device",
-            remedy='Use device="cpu", or install the CUDA build of torch and its driver (`torch-ort-ckpt doctor`).',
-        )
+    _available(device)
     if PROVIDER not in providers:
         raise MissingDependencyError(
             f"device {device}: this build of onnxruntime has no CUDA provider (it has {', '.join(providers)})",
             remedy='pip install "torch-ort-ckpt[cuda]" in place of this one, or use engine="torch" (`torch-ort-ckpt doctor`).',
         )
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise CheckpointError(f"device cuda:{index} does not exist", remedy=f"There are {torch.cuda.device_count()}, counted from 0.")
-    return torch.device("cuda", index)
+    return present(device)
+
+
+def _available(device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise CheckpointError(
+            f"device {device}: PyTorch finds no CUDA device",
+            remedy='Use device="cpu", or install the CUDA build of torch and its driver (`torch-ort-ckpt doctor`).',
+        )
 
 
 def provider_options(device: torch.device, stream: int, chosen: Mapping[str, Any]) -> dict[str, str]:

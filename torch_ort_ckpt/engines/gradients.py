@@ -143,6 +143,12 @@ def spent() -> UnsupportedError:
     )
 
 
+def refuse_second_derivative(remedy: str) -> None:
+    """Raise inside a backward that was asked for a graph over the gradients (only then is grad mode on): they come without one."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError("create_graph=True: the gradients of this engine can't be differentiated again", remedy=remedy)
+
+
 # Before PyTorch 2.6 a backward can't tell whether it may be followed by another: its gradients are then copies.
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 

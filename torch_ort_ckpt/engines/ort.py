@@ -12,7 +12,6 @@ from typing import Any
 
 import onnx
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..artifacts import Artifacts
 from ..errors import MissingFileError, UnsupportedError
@@ -28,9 +27,11 @@ from ..graphs import (
     refuse_crashes,
     unbias_statistics,
 )
+from ..storage import warn
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
-from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, scale, spent
+from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, refuse_second_derivative, scale, spent
+from .labels import check_labels
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 
 
@@ -45,6 +46,7 @@ class OrtEngine:
         self._lock = threading.RLock()
         self._training: _TrainingGraph | None = None
         self._eval: _EvalGraph | None = None
+        self._told_of_autocast = False
         if options.device.type == "cuda":
             device = cuda.check(options.device, import_onnxruntime().get_available_providers())
             self.options = dataclasses.replace(options, device=device)
@@ -78,12 +80,22 @@ class OrtEngine:
         return graph.execute(buffer.binding, inputs, parameters, seed), gradients
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        self._notice_autocast()
         with self._lock:
             if self._eval is None:
                 self._eval = _EvalGraph(self.artifacts, self.options)
         return self._eval.run(inputs, parameters)
 
+    def _notice_autocast(self) -> None:
+        if not self._told_of_autocast and torch.is_autocast_enabled(self.options.device.type):
+            self._told_of_autocast = True
+            warn(
+                'torch.autocast has no effect on engine "ort": the graph computes in the precision it was exported with. '
+                'Use engine="torch", or export the artifacts in half precision.'
+            )
+
     def training_graph(self) -> _TrainingGraph:
+        self._notice_autocast()
         if self._training is None:
             with self._lock:
                 if self._training is None:
@@ -99,19 +111,15 @@ class _Gradients(torch.autograd.Function):
         ctx.buffer, ctx.lease, outputs = graph.run(inputs, parameters, seed)
         ctx.buffer.drop_steady_views()
         ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable[: len(graph.trainable)]]
-        ctx.input_gradients = [outputs[position] for _, position in graph.input_gradients]
+        if graph.input_gradients:  # saved, so that PyTorch notices if the user has changed these outputs before the backward
+            ctx.save_for_backward(*(outputs[position] for _, position in graph.input_gradients))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must be refused when it is asked for
-            return once_differentiable(_Gradients.hand_out)(ctx, *gradients)
-        return _Gradients.hand_out(ctx, *gradients)
-
-    @staticmethod
-    def hand_out(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> Any:
+        refuse_second_derivative('Use engine="torch", which computes it.')
         needed = ctx.needs_input_grad[4:]
         if grad_loss is None:
             return (None, None, None, None, *(None for _ in needed))
@@ -128,8 +136,8 @@ class _Gradients(torch.autograd.Function):
         else:  # half-precision gradients: to the masters' precision first, where a loss scale does not overflow
             gradients = [gradient.to(dtype) for gradient, dtype in zip(buffer.views(flats), ctx.dtypes, strict=True)]
             scale(gradients, grad_loss)
-        if ctx.input_gradients:
-            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.input_gradients)]
+        if len(needed) > len(gradients):
+            gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.saved_tensors)]
         if not all(needed):
             gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
         # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
@@ -167,6 +175,7 @@ class _TrainingGraph(GraphSession):
         changed = direct_gradients(fix_dimensions(model, options.dimensions))
         if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
             self.written = unbias_statistics(changed)
+            changed, self.labels = check_labels(changed, artifacts.inputs)
         return changed
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
@@ -174,14 +183,15 @@ class _TrainingGraph(GraphSession):
         return buffer, lease, self.execute(buffer.binding, inputs, parameters, seed)
 
     def execute(self, binding: Binding, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
+        self.labels.before(inputs)
         binding.bind(inputs, parameters)
         if seed is not None:
             set_seed(seed)
-        return tuple(binding.run())
+        return self.results(binding)
 
     def _new_buffer(self) -> GradientBuffer:
         buffer = GradientBuffer(self.gradient_specs, self.device)
-        binding = Binding(self, self.outputs)
+        binding = Binding(self, [*self.outputs, *self.labels.reported])
         views = buffer.views(buffer.lease())
         for name, view in zip(self.gradients or self.buffers, views, strict=True):
             if self.gradients:
@@ -201,20 +211,24 @@ class _EvalGraph(GraphSession):
             raise MissingFileError(
                 "no eval_model, which eval() and no_grad() need", path=artifacts.folder, remedy="Export the artifacts with an eval model."
             )
-        model = str(artifacts.eval_path) if artifacts.eval is None else model_bytes(artifacts.eval, artifacts.eval_path)
+        graph = artifacts.eval
+        if graph is not None and options.device.type == "cpu":
+            graph, self.labels = check_labels(graph, artifacts.inputs)
+        model = str(artifacts.eval_path) if graph is None else model_bytes(graph, artifacts.eval_path)
         super().__init__(model, artifacts, options, {spec.name for spec in artifacts.eval_inputs})
         self.outputs = [spec.name for spec in artifacts.eval_outputs]
         self._free: list[Binding] = []
 
     def run(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        self.labels.before(inputs)
         try:
             binding = self._free.pop()  # atomic: threads never share a binding
         except IndexError:
-            binding = Binding(self, self.outputs)
+            binding = Binding(self, [*self.outputs, *self.labels.reported])
         binding.bind(inputs, parameters)
-        outputs = binding.run()
+        outputs = self.results(binding)
         self._free.append(binding)
-        return tuple(outputs)
+        return outputs
 
 
 def _fixed(spec: TensorSpec, artifacts: Artifacts) -> tuple[torch.dtype, tuple[int, ...]]:

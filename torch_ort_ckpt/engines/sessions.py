@@ -15,6 +15,7 @@ from ..graphs import TensorSpec
 from ..state import split_half_suffix
 from . import EngineOptions, Tensors, cuda
 from .dlpack import as_input, from_ort, to_ort
+from .labels import NO_CHECKS, LabelChecks
 
 
 class GraphSession:
@@ -22,6 +23,7 @@ class GraphSession:
 
     written: Mapping[str, str] = MappingProxyType({})
     """Outputs of the graph that take the place of a parameter's value, by the parameters' names."""
+    labels: LabelChecks = NO_CHECKS
 
     def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
         self.session = make_session(model, options)
@@ -36,6 +38,15 @@ class GraphSession:
             (order.index(master), alias, split_half_suffix(alias)[1]) for alias, master in artifacts.aliases.items() if alias in names
         ]
 
+    def results(self, binding: Binding) -> tuple[torch.Tensor, ...]:
+        """Run, and return the outputs that are the user's."""
+        outputs = binding.run()
+        if self.labels.reported:
+            end = len(outputs) - len(self.labels.reported)
+            self.labels.after(outputs[end:])
+            del outputs[end:]
+        return tuple(outputs)
+
 
 class Binding:
     """An IOBinding that remembers what it is bound to, and binds again only what has moved."""
@@ -45,8 +56,10 @@ class Binding:
 
         self.owner = owner
         self.io = ort.SessionIOBinding(owner.session._sess)
-        for name in outputs:
-            self.io.bind_output(name, ort_device(owner.device))
+        self._outputs, self._device = list(outputs), ort_device(owner.device)
+        self._let_go()
+        fed = {*owner.inputs, *(name for _, name in owner.parameters)}
+        self._borrowed = [index for index, name in enumerate(outputs) if name in fed]  # such an output is the input's own memory
         types = {value.name: value.type for value in owner.session.get_outputs()}
         self._is_bool = [types[name] == "tensor(bool)" for name in outputs]
         self._indices = [index for index, _ in owner.parameters]
@@ -74,20 +87,30 @@ class Binding:
             self._refresh_aliases(parameters)
 
     def run(self) -> list[torch.Tensor]:
-        """Execute; returns the outputs named at construction, in memory of their own."""
+        """Execute; returns the outputs named at construction, in memory that nobody else writes to, now or later."""
         try:
             if self.owner.stream is None:
                 self.owner.session._sess.run_with_iobinding(self.io, None)
             else:
                 with cuda.ordered(self.owner.stream):
                     self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options)
+            values = self.io.get_outputs()
+            outputs = [from_ort(values[index], is_bool) for index, is_bool in enumerate(self._is_bool)]
         except ort_errors() as error:
             raise CheckpointError(
                 f"ONNX Runtime could not run the graph: {error}",
                 remedy='Check shapes and types of the inputs against model.artifacts.inputs; engine="torch" may say more.',
             ) from error
-        values = self.io.get_outputs()
-        return [from_ort(values[index], is_bool) for index, is_bool in enumerate(self._is_bool)]
+        finally:
+            self._let_go()
+        for index in self._borrowed:
+            outputs[index] = outputs[index].clone()
+        return outputs
+
+    def _let_go(self) -> None:
+        """Bind the outputs anew: what a run has filled stays bound, and the next run would write into it again."""
+        for name in self._outputs:
+            self.io.bind_output(name, self._device)
 
     def _refresh_aliases(self, parameters: Tensors) -> None:
         """Half-precision aliases follow their masters, whoever changed them since the last run."""

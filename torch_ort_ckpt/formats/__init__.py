@@ -7,7 +7,7 @@ A format module has
 - `write(state, path, *, durable, progress, **options) -> None`: the state is already reduced to what the caller asked for
   (`include_optimizer`, `include_mixed_precision`). Read-only formats have none.
 - `SUFFIXES`: what `format_for` recognises in a destination's name.
-- `READ_BY`: the ORT releases that read it, where there are any.
+- `READ_BY`: the ORT releases that read it, where there are any; `read_by(path) -> str` where that depends on what is inside.
 
 Modules are imported when first needed, so that optional packages stay optional.
 """
@@ -29,6 +29,7 @@ from ..aggregation import merge_ranks
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
 from ..folders import surviving
 from ..names import check_aliases
+from ..paths import refuse_url
 from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, warn
@@ -39,13 +40,16 @@ FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "o
 WRITABLE: tuple[str, ...] = tuple(name for name in FORMATS if name != "ortpt")
 """Those that can be written as well."""
 
+_INDEX = ".index.json"
+"""What the index of a sharded `<name>.safetensors` is called: `<name>.safetensors.index.json`."""
+
 _FOLDERS = ("pbseq", "runner", "dcp")
 """Formats whose checkpoints are folders, always."""
 
 
 def detect(path: PathLike) -> str:
     """Which format this file or folder is in, from its content. For a folder of rank files: theirs."""
-    place = surviving(path)
+    place = _found(path)
     try:
         mode = place.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -81,7 +85,7 @@ def load(
     """
     ranks = _ranks(path, format)
     if ranks is None:
-        place = surviving(cast(PathLike, path))
+        place = _found(cast(PathLike, path))
         name = format or detect(place)
         state: CheckpointState = _call(module(name).read, name, place, mmap=mmap, **options)
     else:
@@ -121,7 +125,7 @@ def merge(
 def save(
     state: CheckpointState,
     path: PathLike,
-    format: str = "ort",
+    format: str | None = None,
     include_optimizer: bool = True,
     include_mixed_precision: bool = False,
     overwrite: bool = True,
@@ -133,21 +137,24 @@ def save(
 ) -> None:
     """Write a checkpoint: atomically (the old file or the new one, never a mixture) and, with `durable`, synced to the medium.
 
+    The format follows the suffix of `path` unless given; without a suffix it is `ort`, and an unknown one is an error.
     Half-precision aliases are left out unless `include_mixed_precision`; one that disagrees with its master is written as the master
     rounds (with a warning), or refused with `strict=True`. Other options belong to the format.
     """
+    refuse_url(path)
     if not isinstance(state, CheckpointState):
         raise CheckpointError(
             f"expected a CheckpointState, not {type(state).__name__}",
             path=path,
             remedy="Make one: toc.from_torch(model, optimizer), model.checkpoint(optimizer), or CheckpointState(trainable={...}).",
         )
+    format = format or format_for(path)
     writer = getattr(module(format), "write", None)
     if writer is None:
         raise UnsupportedError(
             f"format {format!r} can be read, not written", path=path, remedy="Write another format: convert to ort, safetensors or torch."
         )
-    if not overwrite and os.path.lexists(path):
+    if not overwrite and exists(path):
         raise CheckpointError("exists already", path=path, remedy="Pass overwrite=True (--overwrite) to replace it.")
     state = dataclasses.replace(
         state,
@@ -161,9 +168,18 @@ def save(
     _call(writer, format, state, Path(path), durable=durable, progress=progress, **options)
 
 
+def exists(path: PathLike) -> bool:
+    """Whether a checkpoint, or anything else, is there: also as shards with an index, or in a folder whose save was cut short."""
+    refuse_url(path)
+    return os.path.lexists(_found(path, quiet=True))
+
+
 def format_for(path: PathLike) -> str:
     """The format a destination's name asks for; `ort` (whose files have no suffix) where it has no suffix."""
+    refuse_url(path)
     text = os.fspath(path).rstrip("/\\")
+    if "." not in os.path.basename(text):
+        return "ort"
     matching = [(len(suffix), name) for name in FORMATS for suffix in module(name).SUFFIXES if text.endswith(suffix)]
     if matching:
         return max(matching)[1]
@@ -172,9 +188,13 @@ def format_for(path: PathLike) -> str:
     raise CheckpointError("can't tell a format from this name", path=path, remedy=f"Pass format= (--to) one of {', '.join(FORMATS)}.")
 
 
-def read_by(name: str, version: int | None = None) -> str:
-    """The ORT releases that read this format (and version of it) as it is."""
-    return str(getattr(module(name), "VERSIONS", {}).get(version) or getattr(module(name), "READ_BY", "no release of ORT"))
+def read_by(name: str, path: PathLike | None = None) -> str:
+    """The ORT releases that read this format as it is; with `path`, this very file or folder, and why not others."""
+    own = module(name)
+    if path is None or not hasattr(own, "read_by"):
+        return str(getattr(own, "READ_BY", "no release of ORT"))
+    files = _ranks(path, name) or [path]
+    return "; ".join(dict.fromkeys(str(own.read_by(surviving(file))) for file in files))
 
 
 def module(name: str) -> ModuleType:
@@ -184,11 +204,22 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __name__)
 
 
+def _found(path: PathLike, *, quiet: bool = False) -> Path:
+    """Where the checkpoint at `path` is: there, in a folder whose save was cut short, or under the other name of a safetensors file: the
+    index of its shards, and the other way round."""
+    place = surviving(path, quiet=quiet)
+    single = os.fspath(place).removesuffix(_INDEX)
+    if os.path.lexists(place) or not single.endswith(".safetensors"):
+        return place
+    other = Path(single if place.name.endswith(_INDEX) else f"{single}{_INDEX}")
+    return other if os.path.lexists(other) else place
+
+
 def _ranks(path: PathLike | Sequence[PathLike], format: str | None) -> list[PathLike] | None:
     """The files of a rank set; None for a single checkpoint."""
     if not isinstance(path, (str, os.PathLike)):
         return list(path)
-    place = surviving(path)
+    place = _found(path)
     if os.path.isdir(place):
         if format in _FOLDERS or _match(place) is not None:
             return None
@@ -223,7 +254,12 @@ def _members(folder: Path) -> list[tuple[Path, str]]:
     if not os.path.isdir(folder):
         return []
     places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
-    return [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
+    found = [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
+    return [(place, kind) for place, kind in found if not getattr(module(kind), "is_part", _never)(place)]
+
+
+def _never(path: Path) -> bool:
+    return False
 
 
 def _call(function: Any, name: str, *args: Any, **options: Any) -> Any:

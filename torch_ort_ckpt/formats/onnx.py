@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import torch
 
 from ..dtypes import ONNX_FROM_TORCH, STRING
 from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from ..hashing import Hasher, file_hash
 from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, Value, is_string, nbytes
-from ..storage import FileBuffer, PathLike, Progress, atomic_write, padding, pending_file, tensor_bytes, warn, write_tensor
-from .fileset import Fingerprint
+from ..storage import FileBuffer, PathLike, Progress, directory_lock, padding, pending_file, tensor_bytes, warn, write_tensor
+from .fileset import IDENTITY_LENGTH
 from .protobuf import Message, tensor
 
 SUFFIXES = (".onnx",)
+READ_BY = "every release of ORT as a model, none as a checkpoint"
 _GRAPH, _INITIALIZER, _BYTES = 7, 5, 2  # ModelProto.graph, GraphProto.initializer, the wire type of messages
 _EXTERNAL_ABOVE = 1800 << 20  # protobuf stops at 2 GiB
 _EXTERNAL_FROM = 1024
@@ -115,46 +121,80 @@ def write(
     for name, value in chosen.items():
         _check(wanted[name], value, path)
     total = sum(nbytes(value) for value in chosen.values())
-    if total > _EXTERNAL_ABOVE if external_data is None else external_data:
-        _write_pair(proto, wanted, chosen, path, durable, progress)
-    else:
-        for name, value in chosen.items():
-            _fill(wanted[name], value)
-            if progress:
-                progress(nbytes(value))
-        with atomic_write(path, durable=durable) as file:
-            file.write(proto.SerializeToString())
+    external = total > _EXTERNAL_ABOVE if external_data is None else external_data
+    outside = []
+    for name, value in chosen.items():
+        if external and not is_string(value) and nbytes(value) >= _EXTERNAL_FROM:
+            outside.append((wanted[name], value))
+            continue
+        _fill(wanted[name], value)
+        if progress and not external:
+            progress(nbytes(value))
+    write_model(proto, outside, path, durable=durable, progress=progress)
 
 
-def _write_pair(proto: Any, wanted: dict[str, Any], chosen: dict[str, Value], path: Path, durable: bool, progress: Progress | None) -> None:
-    fingerprint = Fingerprint()
+def write_model(
+    proto: Any, outside: Sequence[tuple[Any, torch.Tensor]], path: PathLike, *, durable: bool = True, progress: Progress | None = None
+) -> None:
+    """Write a model and, where there are initializers `outside` of it, their data beside it.
+
+    The data file is named by its content, `<model>.<hash>.data`, and comes first: the old model keeps its own data until the new one is
+    in place.
+    """
     target = Path(os.path.realpath(path))
-    with pending_file(f"{target}.data") as data:
-        end = 0
-        for name, value in chosen.items():
-            if is_string(value) or nbytes(value) < _EXTERNAL_FROM:
-                _fill(wanted[name], value)
-                continue
-            end += data.file.write(bytes(padding(end)))
-            _clear(wanted[name])
-            wanted[name].data_location = 1
-            for key, text in (("offset", str(end)), ("length", str(nbytes(value)))):
-                wanted[name].external_data.add(key=key, value=text)
-            end += write_tensor(data.file, value, progress)
-            fingerprint.update(value)
-        location = f"{target.name}.{fingerprint.identity()}.data"
-        for item in wanted.values():
-            if item.data_location == 1 and item.name in chosen:
-                item.external_data.add(key="location", value=location)
-        data.finish(durable)
-        data.commit(durable, target.with_name(location))
-    with atomic_write(path, durable=durable) as file:
-        file.write(proto.SerializeToString())
-    for place in target.parent.glob(f"{target.name}.*.data"):  # of earlier saves
-        middle = place.name.removeprefix(f"{target.name}.").removesuffix(".data")
-        if place.name != location and len(middle) == len(fingerprint.identity()) and not middle.strip("0123456789abcdef"):
-            with contextlib.suppress(OSError):
-                place.unlink()
+    with contextlib.ExitStack() as stack:
+        data = stack.enter_context(pending_file(f"{target}.data")) if outside else None
+        place = None
+        if data is not None:
+            place = target.with_name(f"{target.name}.{_write_data(data.file, outside, progress)}.data")
+            for item, _ in outside:
+                item.external_data.add(key="location", value=place.name)
+        main = stack.enter_context(pending_file(path))
+        main.file.write(proto.SerializeToString())
+        for pending in (data, main):
+            if pending is not None:
+                pending.finish(durable)
+        with directory_lock(target.parent):
+            known, older = place is not None and os.path.lexists(place), _older_data(target, place)
+            try:
+                if data is not None:
+                    data.commit(durable, place)
+                main.commit(durable)
+            except OSError:
+                if place is not None and not known and not main.committed:
+                    with contextlib.suppress(OSError):
+                        os.unlink(place)
+                raise
+            for file in older:
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
+
+
+def _write_data(file: BinaryIO, outside: Sequence[tuple[Any, torch.Tensor]], progress: Progress | None) -> str:
+    """Write the tensors, tell their initializers where, and return the hash of it all."""
+    hasher, end = Hasher(), 0
+    for item, value in outside:
+        gap = bytes(padding(end))
+        hasher.update(gap)
+        end += file.write(gap)
+        _clear(item)
+        item.data_location = 1
+        for key, text in (("offset", str(end)), ("length", str(nbytes(value)))):
+            item.external_data.add(key=key, value=text)
+        end += write_tensor(file, value, progress)
+        hasher.update_tensor(value)
+    return hasher.hex()
+
+
+def _older_data(target: Path, place: Path | None) -> list[Path]:
+    """The data files of earlier saves of this model: those that the model now there names, and those whose content has their name."""
+    pattern = re.compile(re.escape(target.name) + rf"\.([0-9a-f]{{{IDENTITY_LENGTH}}})\.data")
+    try:
+        found = {file: name for file in target.parent.iterdir() if file != place and (name := pattern.fullmatch(file.name))}
+        model = FileBuffer(target).data if found and os.path.isfile(target) else b""
+        return [file for file, name in found.items() if model.find(os.fsencode(file.name)) >= 0 or file_hash(file) == name[1]]
+    except (OSError, CheckpointError):  # nothing is removed then
+        return []
 
 
 def _parse(path: PathLike) -> Any:

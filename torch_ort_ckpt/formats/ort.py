@@ -29,7 +29,7 @@ from ..storage import (
     string_array,
     write_tensor,
 )
-from . import extras, sidecar
+from . import extras, readers, sidecar
 from .fileset import Fingerprint, commit
 from .flatbuffer import MAX_SIZE, Blob, Field, Layout, Reader, Table, build
 from .groups import prepare
@@ -37,6 +37,7 @@ from .groups import prepare
 SUFFIXES = (".ortckpt",)
 IDENTIFIER = b"ODTC"
 VERSIONS = {1: "ORT 1.16 and 1.17", 2: "ORT 1.18 and later"}
+READ_BY = "ORT 1.16 and 1.17 (version 1) or 1.18 and later (version 2)"
 EXTERNAL_THRESHOLD = 1800 << 20
 """Above this many bytes of tensors data goes to the sidecar, as in ORT."""
 
@@ -55,11 +56,22 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a checkpoint file and, where it says so, its sidecar."""
+    return extras.unpack(split_aliases(_as_written(path, mmap)), path)
+
+
+def read_by(path: Path) -> str:
+    """The releases of ORT that read this file, and why not others."""
+    state = _as_written(path, mmap=True)
+    return readers.read_by(state, VERSIONS[state.format_version or 2], readers.REFUSED_BY_ORT)
+
+
+def _as_written(path: Path, mmap: bool) -> CheckpointState:
+    """With aliases among the weights and groups as ORT sees them."""
     for _ in range(_ATTEMPTS):
         buffer = FileBuffer(path, mmap=mmap)
         with contextlib.closing(Reader(buffer.data, os.fspath(path))) as reader:
             try:
-                return extras.unpack(split_aliases(_read(path, _Source(path, buffer, reader, mmap))), path)
+                return _read(path, _Source(path, buffer, reader, mmap))
             except CheckpointError:
                 if not buffer.replaced():  # else a writer took the data away in between: the next one's is there
                     raise
@@ -286,7 +298,7 @@ def _write_pair(path: Path, layout: Layout, plan: _Plan, durable: bool, progress
         data.file.write(sidecar.seal(identity))
         _write_layout(main.file, layout, None)
         main.file.write(bytes(padding(layout.size)) + sidecar.seal(identity))
-        commit(main, [data], identity, durable)
+        commit(main, [data], identity, durable, sidecar.identity_at)
 
 
 def _write_layout(file: BinaryIO, layout: Layout, progress: Progress | None) -> None:
@@ -359,8 +371,8 @@ class _Plan:
                 f"ORT has no element type {short_name(value.dtype)}", path=self.path, field=f"{where}/{name}", remedy="Convert it first."
             )
         fields.append(Field(3, "int32", number))
-        if nominal:
-            return [*fields, Field(2, "int64s", ())]
+        if nominal:  # ORT wants the vector of bytes, empty
+            return [*fields, Field(2, "int64s", ()), Field(4, "blob", Blob(0, torch.empty(0, dtype=value.dtype)))]
         fields.append(Field(2, "int64s", tuple(value.shape)))
         if value.is_meta:
             raise UnsupportedError(

@@ -19,8 +19,9 @@ import torch
 from .. import properties as names
 from ..errors import CorruptFileError, UnsupportedError
 from ..state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string, nbytes, split_half_suffix
-from ..storage import FileBuffer, Progress, pending_file
+from ..storage import FileBuffer, Progress, atomic_write
 from . import moments
+from .deferred import DeferredErrors
 from .hdf5 import SIGNATURE, Tree, read_tree
 
 SUFFIXES = (".ortcp",)
@@ -68,11 +69,23 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
     tree = _to_tree(state, path)
     if (note := moments.note(_from_tree(tree, path), state, path)) is not None:
         tree[moments.NOTE] = note
-    with pending_file(path) as pending:
-        with h5py.File(pending.temporary, "w", libver="earliest", locking=False) as file:
-            _store(file, tree, path, progress, h5py.string_dtype())
-        pending.finish(durable)
-        pending.commit(durable)
+    with atomic_write(path, durable=durable) as output:
+        _write_tree(DeferredErrors(output), tree, path, progress, h5py)
+
+
+def _write_tree(output: DeferredErrors, tree: Tree, path: Path, progress: Progress | None, h5py: Any) -> None:
+    """HDF5 never learns that a write failed: it may crash the process, now or when that ends."""
+
+    def advance(count: int) -> None:
+        output.check()
+        if progress:
+            progress(count)
+
+    try:
+        with h5py.File(output, "w", libver="earliest") as file:
+            _store(file, tree, path, advance, h5py.string_dtype())
+    finally:
+        output.check()
 
 
 def _from_tree(tree: Tree, path: Path) -> CheckpointState:
@@ -177,7 +190,7 @@ def _to_tree(state: CheckpointState, path: Path) -> Tree:
     return tree
 
 
-def _store(group: Any, tree: Tree, path: Path, progress: Progress | None, text: Any) -> None:
+def _store(group: Any, tree: Tree, path: Path, progress: Progress, text: Any) -> None:
     for name, value in sorted(tree.items()):
         where = f"{group.name.strip('/')}/{name}".lstrip("/")
         if any(part in ("", ".") for part in name.split("/")) or "\0" in name or not _is_text(name):
@@ -187,8 +200,7 @@ def _store(group: Any, tree: Tree, path: Path, progress: Progress | None, text: 
                 _store(group.create_group(name), value, path, progress, text)
             elif isinstance(value, torch.Tensor):
                 group.create_dataset(name, data=_array(value, path, where))
-                if progress:
-                    progress(nbytes(value))
+                progress(nbytes(value))
             elif isinstance(value, (str, np.ndarray)):
                 group.create_dataset(name, data=_stored_text(value, path, where), dtype=text)
             else:

@@ -18,7 +18,7 @@ from ..folders import repair as repair
 from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string
 from ..storage import FileBuffer, Progress
-from . import extras, protobuf
+from . import extras, protobuf, readers
 from .groups import prepare
 
 SUFFIXES = (".pbseq",)
@@ -40,6 +40,18 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read the files of a folder."""
+    state = _as_written(path, mmap)
+    _restore_stateless(state, path)
+    return extras.unpack(split_aliases(state), path)
+
+
+def read_by(path: Path) -> str:
+    """The releases of ORT that read this folder, and why not others."""
+    return readers.read_by(_as_written(path, mmap=True), READ_BY, readers.REFUSED_BY_PBSEQ)
+
+
+def _as_written(path: Path, mmap: bool) -> CheckpointState:
+    """With aliases among the weights and groups as ORT sees them."""
     try:
         names = sorted(name for name in os.listdir(path) if _owns(name))
     except OSError as error:
@@ -62,9 +74,8 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
                 state.optimizer.setdefault(group, OptimizerGroup()).states.setdefault(param, {})[moment] = value
     if _CUSTOM in names:
         state.properties = source.scalars(_CUSTOM)
-    _restore_stateless(state, path)
     state._buffers = tuple(source.buffers)
-    return extras.unpack(split_aliases(state), path)
+    return state
 
 
 def write(state: CheckpointState, path: Path, *, durable: bool = True, progress: Progress | None = None, groups: str = "single") -> None:

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..names import split_aliases
 from ..state import CheckpointState, nbytes
-from ..storage import FileBuffer, PendingFile, Progress, directory_lock, pending_file
+from ..storage import FileBuffer, PendingFile, Progress, directory_lock, pending_file, save_error
 from . import extras
 from .fileset import Fingerprint, commit, locate
 from .fileset import repair as repair_part
@@ -35,12 +36,22 @@ SUFFIXES = (".safetensors", ".safetensors.index.json")
 KEY = "torch_ort_ckpt"
 MAX_SHARD_SIZE = 5 * 10**9
 _ATTEMPTS = 50
+_SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors", re.DOTALL)
 
 
 def matches(path: Path) -> bool:
     if path.is_dir():
-        return any((path / f"model{suffix}").exists() for suffix in SUFFIXES)
+        return any(os.path.exists(path / f"model{suffix}") for suffix in SUFFIXES)
     return path.name.endswith(SUFFIXES)
+
+
+def is_part(path: Path) -> bool:
+    """Whether this file is a shard, or the optimizer's, of a checkpoint that stands beside it."""
+    shard = _SHARD.fullmatch(path.name)
+    if shard is not None:
+        return os.path.exists(path.with_name(shard[1] + SUFFIXES[1])) or is_part(path.with_name(shard[1] + SUFFIXES[0]))
+    stem = next((path.name.removesuffix(f".optimizer{suffix}") for suffix in SUFFIXES if path.name.endswith(f".optimizer{suffix}")), None)
+    return stem is not None and any(os.path.exists(path.with_name(f"{stem}{suffix}")) for suffix in SUFFIXES)
 
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
@@ -57,8 +68,8 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
 
 
 def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
-    index = Path(f"{places.model}{SUFFIXES[1]}")
-    model = _Bundle.open(places.model, index.exists() and not Path(f"{places.model}{SUFFIXES[0]}").exists(), mmap)
+    single, index = (os.path.exists(f"{places.model}{suffix}") for suffix in SUFFIXES)
+    model = _Bundle.open(places.model, index and not single, mmap)
     with reported(model.path):
         note = model.note
         if not note:
@@ -82,13 +93,17 @@ def _foreign(model: _Bundle) -> CheckpointState:
 def repair(path: Path) -> bool:
     """Give every part its final name after a save that was cut short; returns whether there was anything to do."""
     places = _Places.of(path)
-    main = next((place for place in (Path(f"{places.model}{suffix}") for suffix in SUFFIXES) if place.exists()), None)
-    identity = identity_of(main) if main is not None else None
-    if identity is None:
-        return False
-    waiting = [place for place in places.model.parent.iterdir() if place.name.endswith(f".{identity}")]
-    with directory_lock(places.model.parent):
-        moved = [repair_part(place.with_name(place.name.removesuffix(f".{identity}")), identity, identity_of) for place in waiting]
+    folder = places.model.parent
+    with directory_lock(folder):
+        main = next((place for place in (Path(f"{places.model}{suffix}") for suffix in SUFFIXES) if os.path.exists(place)), None)
+        identity = identity_of(main) if main is not None else None
+        if identity is None:
+            return False
+        try:
+            targets = [folder / name.removesuffix(f".{identity}") for name in os.listdir(folder) if name.endswith(f".{identity}")]
+        except OSError as error:
+            raise CheckpointError(f"can't be listed ({error.strerror})", path=folder) from error
+        moved = [repair_part(target, identity, identity_of) for target in targets]
     return any(moved)
 
 
@@ -193,7 +208,10 @@ def write(
     if state.nominal:
         raise UnsupportedError("a nominal state has no data to write", path=path, remedy="Complete it first, or keep it in format 'ort'.")
     places = _Places.of(path)
-    places.model.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        places.model.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise save_error(error, path) from error
     named, note = describe(state, path)
     weights, ties = _untie(named)
     keys = _moment_keys(state)
@@ -207,7 +225,8 @@ def write(
         if moments:
             texts = {"format": "pt", KEY: extras.dump_json({"keys": keys}, path, KEY)}
             writer.others.append(writer.bundle(stack, places.optimizer, moment_shards, texts, grouped=True))
-        writer.finish(main, obsolete=_obsolete(places, main, writer))
+        hidden_by = Path(f"{places.model}{SUFFIXES[0]}") if len(weight_shards) > 1 else None  # a single file comes first in `_read`
+        writer.finish(main, hidden_by, _obsolete(places, main, writer))
 
 
 def _moment_keys(state: CheckpointState) -> dict[str, tuple[str, str, str]]:
@@ -283,19 +302,24 @@ class _Writer:
             self.marks.append((pending, mark))
         return pending
 
-    def finish(self, main: PendingFile, obsolete: list[Path]) -> None:
+    def finish(self, main: PendingFile, hidden_by: Path | None, obsolete: list[Path]) -> None:
+        for _, content in self.indexes:
+            self.fingerprint.head(json.dumps(content).encode())
         identity = self.fingerprint.identity()
         for pending, mark in self.marks:
             write_identity(pending.file, mark, identity)
         for pending, content in self.indexes:
             content["metadata"][IDENTITY_KEY] = identity
             pending.file.write(json.dumps(content, indent=2).encode())
-        commit(main, self.others, identity, self.durable, obsolete)
+        commit(main, self.others, identity, self.durable, identity_of, hidden_by, obsolete)
 
 
-def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]:
-    """Files of the save being replaced that the new one does not write: the other form of a bundle, its shards, the optimizer's."""
-    written = {pending.target.name for pending in (main, *writer.others)}
+def files(path: Path) -> list[Path]:
+    """All files that a checkpoint of ours at `path` can consist of: both forms of its bundles, and the shards that their indexes name."""
+    return _files(_Places.of(path))
+
+
+def _files(places: _Places) -> list[Path]:
     found: list[Path] = []
     for stem in (places.model, places.optimizer):
         found += [Path(f"{stem}{suffix}") for suffix in SUFFIXES]
@@ -303,8 +327,18 @@ def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]
             content = parse_json(bytes(FileBuffer(found[-1], mmap=False).data))
             if KEY in content["metadata"]:
                 found += [stem.with_name(os.path.basename(name)) for name in sorted(set(content["weight_map"].values()))]
+    return found
+
+
+def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]:
+    """Files of the save being replaced that the new one does not write: the other form of a bundle, its shards, the optimizer's."""
+    written = {pending.target.name for pending in (main, *writer.others)}
     either_form = {f"{places.model.name}{suffix}" for suffix in SUFFIXES}  # whoever wrote it: this is the place to be overwritten
-    return [place for place in found if place.name not in written and place.exists() and (place.name in either_form or _is_ours(place))]
+    return [
+        place
+        for place in _files(places)
+        if place.name not in written and (place.name in either_form or not os.path.lexists(place) or _is_ours(place))
+    ]
 
 
 def _is_ours(path: Path) -> bool:

@@ -38,13 +38,13 @@ def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
 def repair(path: Path) -> bool:
     """Finish a save that was interrupted between its two renames; returns whether there was anything to do."""
     target = Path(os.path.realpath(path))
-
-    def identity_at(place: Path) -> str | None:
-        _refuse_foreign_link(target, place)
-        return identity_of(FileBuffer(place))
-
     with directory_lock(target.parent):
         return fileset.repair(path_of(target), identity_of(FileBuffer(target)), identity_at)
+
+
+def identity_at(place: Path) -> str | None:
+    """What the seal of that file says; links are not followed."""
+    return None if place.is_symlink() else identity_of(FileBuffer(place))
 
 
 def remove(target: Path, *, replaced_pair: bool) -> None:
@@ -53,7 +53,7 @@ def remove(target: Path, *, replaced_pair: bool) -> None:
     with contextlib.suppress(OSError, CheckpointError):
         if replaced_pair or identity_of(FileBuffer(place)):
             os.unlink(place)
-    fileset.remove_leftovers(place)
+    fileset.remove_leftovers(place, identity_at)
 
 
 def identity_of(buffer: FileBuffer) -> str | None:

@@ -23,6 +23,7 @@ from ..errors import CheckpointError, CorruptFileError, MissingFileError, Unsupp
 from ..names import plain_name, split_aliases
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, atomic_write, open_file, warn
+from .deferred import DeferredErrors
 from .notes import describe, rebuild
 from .torch_archive import can_be_mapped
 
@@ -188,12 +189,14 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             for name, group in state.optimizer.items()
         }
         content = {"state_dict": content, KEY: note}
-    try:
-        with atomic_write(path, durable=durable) as file:
-            torch.save(content, cast(BinaryIO, _Counted(file, progress)))
-    except RuntimeError as error:
-        # torch's zip writer hides the error of the file below it; what happened there is its cause.
-        raise CheckpointError(f"can't be written ({str(error).splitlines()[0]}); what was there before is untouched", path=path) from error
+    with atomic_write(path, durable=durable) as file:
+        output = DeferredErrors(file, progress)
+        try:
+            torch.save(content, cast(BinaryIO, output))
+        except RuntimeError as error:
+            raise CheckpointError(f"torch.save can't write it ({str(error).splitlines()[0]})", path=path) from error
+        finally:
+            output.check()
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
@@ -202,21 +205,3 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     if value.is_meta or value.untyped_storage().nbytes() <= value.numel() * value.element_size():
         return value
     return value.clone()
-
-
-class _Counted:
-    """A file that tells `progress` how much went in. `torch.save` needs `write` and `flush`."""
-
-    def __init__(self, file: BinaryIO, progress: Progress | None) -> None:
-        self.file, self.progress = file, progress
-
-    def write(self, data: Any) -> int:
-        view, done = memoryview(data).cast("B"), 0
-        while done < len(view):
-            done += self.file.write(view[done:])
-        if self.progress:
-            self.progress(done)
-        return done
-
-    def flush(self) -> None:
-        self.file.flush()

@@ -33,7 +33,7 @@ def inspection(path: PathLike, *, format: str | None = None, statistics: bool = 
     version = f" version {state.format_version}" if state.format_version else ""
     facts = [
         ("Format", f"{name}{version}"),
-        ("Read by", read_by(name, state.format_version)),
+        ("Read by", read_by(name, path)),
         ("Parameters", f"{sum(row['elements'] for row in rows if row['kind'] != 'alias'):,} in {len(state.parameters)} tensors"),
         ("Size", format_bytes(sum(row["bytes"] for row in rows))),
         ("Step", str(state.step)),

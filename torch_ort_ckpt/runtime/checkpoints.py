@@ -25,6 +25,8 @@ def take(
 ) -> CheckpointState:
     """The state as it is now. Tensors are the live ones, nothing is copied: save it, or `clone()` it, before training goes on."""
     tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
+    if optimizer is not None:
+        model.refuse_computed(model.artifacts.trainable)
     if model.nominal:
         if model.partly_filled:
             model.require_values()
@@ -66,6 +68,7 @@ def restore(
         )
     fitting = {name: value for name, value in values.items() if name in targets}
     check_fit(fitting, targets)
+    model.refuse_computed(fitting)
     if optimizer is not None and state.optimizer:
         optimizer.load_groups(state.optimizer)
     elif optimizer is not None and optimizer.state:

@@ -12,6 +12,9 @@ from ..dtypes import short_name
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import TensorSpec
 
+_STRIDED = torch.strided
+_SHAPES_KEPT = 256
+
 
 def ordered_inputs(
     specs: Sequence[TensorSpec],
@@ -32,11 +35,63 @@ def ordered_inputs(
         value
         if type(value) is torch.Tensor
         and value.dtype is spec.dtype
+        and value.layout is _STRIDED
         and (differentiable or not value.requires_grad or spec.name in provided)
         and value.device.type == device.type
         else _converted(spec, value, device, differentiable or spec.name in provided)
         for spec, value in zip(specs, values, strict=True)
     ]
+
+
+class ShapeCheck:
+    """Compares shapes with those of the graph. Shapes that passed once are not looked at again.
+
+    With `any_batch`, inputs of a graph exported for one batch size may have another, the same for all: PyTorch runs it all the same.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], dimensions: Mapping[str, int]) -> None:
+        self._specs, self._dimensions = list(specs), dict(dimensions)
+        self._accepted: set[tuple[torch.Size, ...]] = set()
+
+    def __call__(self, inputs: Sequence[torch.Tensor], any_batch: bool) -> None:
+        if torch.compiler.is_compiling():  # sizes are symbols there
+            return
+        shapes = tuple([value.shape for value in inputs])
+        try:
+            if shapes in self._accepted:
+                return
+        except TypeError:  # symbols too, while PyTorch traces
+            return
+        self._look(shapes, any_batch)
+        if len(self._accepted) >= _SHAPES_KEPT:
+            self._accepted.clear()
+        self._accepted.add(shapes)
+
+    def _look(self, shapes: Sequence[torch.Size], any_batch: bool) -> None:
+        known: dict[int | str, tuple[int, str]] = {}  # of open dimensions, the size that came first
+        for spec, shape in zip(self._specs, shapes, strict=True):
+            wanted = spec.shape if spec.shape is not None else ("?",) * len(shape)
+            if len(shape) != len(wanted):
+                found = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+                raise CheckpointError(f"has {found} {list(shape)}, the graph takes {spec}", field=spec.name, remedy="Reshape it.")
+            for axis, (size, name) in enumerate(zip(shape, wanted, strict=True)):
+                fixed = self._dimensions.get(name) if isinstance(name, str) else name
+                if isinstance(name, int) and axis == 0 and any_batch:
+                    fixed = None
+                first = (size, spec.name) if fixed is not None or name == "?" else known.setdefault(name, (size, spec.name))
+                expected, why = (fixed, "") if fixed is not None else (first[0], f": {name!r} is {first[0]} in {first[1]!r}")
+                if size == 0 and name != 0:
+                    raise CheckpointError(
+                        f"is empty {list(shape)}, and a graph can't be run on nothing",
+                        field=spec.name,
+                        remedy="Leave empty batches out.",
+                    )
+                if expected > 0 and size != expected:
+                    raise CheckpointError(
+                        f"has size {size} in dimension {axis}, the graph takes {expected}{why}",
+                        field=spec.name,
+                        remedy=f"The graph takes: {', '.join(map(str, self._specs))}.",
+                    )
 
 
 def _merge(specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -56,9 +111,15 @@ def _merge(specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _converted(spec: TensorSpec, given: Any, device: torch.device, differentiable: bool) -> torch.Tensor:
-    if not isinstance(given, (torch.Tensor, np.ndarray, np.generic, int, float, bool, list)):
-        raise CheckpointError(f"expected a tensor, not {type(given).__name__}", field=spec.name, remedy="Use torch.as_tensor(...).")
-    value: torch.Tensor = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device=device)
+    if spec.dtype is None:
+        raise UnsupportedError(
+            "is not a tensor of numbers that PyTorch has (but strings, a sequence, or 4-bit numbers)",
+            field=spec.name,
+            remedy="Compute it outside the graph, and export a graph that takes numbers.",
+        )
+    value = given if isinstance(given, torch.Tensor) else _as_tensor(spec, given, device)
+    if value.layout is not _STRIDED:
+        raise UnsupportedError(f"is a {str(value.layout).removeprefix('torch.')} tensor", field=spec.name, remedy="Call .to_dense() first.")
     if value.requires_grad and torch.is_grad_enabled() and not differentiable:
         raise UnsupportedError(
             "requires a gradient, and the training graph computes none for its inputs",
@@ -69,7 +130,7 @@ def _converted(spec: TensorSpec, given: Any, device: torch.device, differentiabl
         raise CheckpointError(
             f"is on {value.device}, the model on {device}", field=spec.name, remedy=f"Call .to({str(device)!r}), or move the model."
         )
-    if value.dtype == spec.dtype or spec.dtype is None:
+    if value.dtype == spec.dtype:
         return value if differentiable else value.detach()
     if _kind(value.dtype) != _kind(spec.dtype):
         raise CheckpointError(
@@ -77,7 +138,31 @@ def _converted(spec: TensorSpec, given: Any, device: torch.device, differentiabl
             field=spec.name,
             remedy=f"Convert it: .to(torch.{short_name(spec.dtype)}).",
         )
-    return (value if differentiable else value.detach()).to(spec.dtype)
+    converted = (value if differentiable else value.detach()).to(spec.dtype)
+    if _kind(value.dtype) == "integer":
+        _refuse_changed(spec, value, converted)
+    return converted
+
+
+def _as_tensor(spec: TensorSpec, given: Any, device: torch.device) -> torch.Tensor:
+    reason = ""
+    if isinstance(given, (np.ndarray, np.generic, int, float, bool, list)):
+        try:
+            return torch.as_tensor(given, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:  # strings, lists of unequal length, numbers beyond 64 bits
+            reason = f" ({error})"
+    raise CheckpointError(f"expected a tensor, not {type(given).__name__}{reason}", field=spec.name, remedy="Use torch.as_tensor(...).")
+
+
+def _refuse_changed(spec: TensorSpec, value: torch.Tensor, converted: torch.Tensor) -> None:
+    """Integers that the graph's type can't hold would be others in it."""
+    changed = (converted.to(value.dtype) != value) | ((converted < 0) != (value < 0))
+    if bool(changed.any()):
+        raise CheckpointError(
+            f"holds {int(value[changed][0])}, which {short_name(converted.dtype)} can't",
+            field=spec.name,
+            remedy="Only numbers that fit the graph's type can be fed to it.",
+        )
 
 
 def _kind(dtype: torch.dtype) -> str:

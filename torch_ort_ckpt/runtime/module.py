@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from ..artifacts import Artifacts
-from ..engines import Engine, EngineOptions, OverwritingEngine, make
+from ..engines import Engine, EngineOptions, OverwritingEngine, make, usable_device
 from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
 from ..state import CheckpointState, OptimizerGroup, is_string
-from ..storage import PathLike
+from ..storage import PathLike, warn
 from . import checkpoints
-from .inputs import ordered_inputs
+from .delivery import Loop, through_computed
+from .inputs import ShapeCheck, ordered_inputs
 from .optimizer_state import SavedMoments
+from .scopes import Scope, compute_values, is_computed, lookup, place, refresh_values, set_own_attribute, tree_order
 
 if TYPE_CHECKING:
     from .optimizer import OrtOptimizer
@@ -53,7 +57,7 @@ class OrtModule(nn.Module):
         super().__init__()
         self.artifacts = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
         self._options = EngineOptions(
-            device=torch.device(device),
+            device=usable_device(device),
             dimensions=_known_dimensions(self.artifacts, dimensions or {}),
             threads=threads,
             session_options=session_options,
@@ -64,7 +68,9 @@ class OrtModule(nn.Module):
         self._engine: Engine | None = make(engine, self.artifacts, self._options)
         self.seed_dropout(_torch_seed() if seed is None else seed)
         self._follows_torch = seed is None
-        self._loop = _Loop()
+        self._loop = Loop()
+        self._check_shapes = ShapeCheck(self.artifacts.inputs, self._options.dimensions)
+        self._hooked: list[Scope] = []
         self._register(self.artifacts.state)
         checkpoints.restore_position(self, self.artifacts.state, None)
 
@@ -75,8 +81,10 @@ class OrtModule(nn.Module):
         inputs = ordered_inputs(
             art.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable, provided=art.input_gradients
         )
-        tensors = self._tensors()
-        if self.training and torch.is_grad_enabled():
+        self._check_shapes(inputs, engine.differentiable)
+        training = self.training and torch.is_grad_enabled()
+        tensors = self._tensors(training)
+        if training:
             if self._loop.overwrite:
                 self.zero_grad()
                 self._loop.overwrite = False
@@ -90,14 +98,23 @@ class OrtModule(nn.Module):
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
         inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
-        tensors, loop = self._tensors(), self._loop
-        with torch.no_grad():
+        self._check_shapes(inputs, self.engine.differentiable)
+        loop, computed = self._loop, list[str]()
+        with loop.lock, torch.no_grad():
+            with torch.enable_grad():  # a computed parameter hands its gradient on
+                if self._forward_pre_hooks:
+                    compute_values([self])
+                tensors = self._tensors(training=True, computed=computed)
+            if computed and loop.overwrite:
+                self.zero_grad()
+                loop.overwrite = False
             if loop.overwrite and loop.gradients is not None and self.engine.name == "ort":
                 outputs, gradients = cast(OverwritingEngine, self._engine).step_into(loop.gradients, inputs, tensors, self._next_seed())
             else:
                 outputs, gradients = self.engine.step(inputs, tensors, self._next_seed())
             self._count_batches()
-            self._deliver([tensors[index] for index in self._trainable], gradients)
+            trained = [tensors[index] for index in self._trainable]
+            loop.deliver(*(through_computed(trained, gradients) if computed else (trained, gradients)))
         return outputs[0] if len(outputs) == 1 else outputs
 
     def lazy_reset_grad(self) -> None:
@@ -146,7 +163,8 @@ class OrtModule(nn.Module):
     def fix_dimensions(self, dimensions: Mapping[str, int]) -> None:
         """Fix symbolic dimensions from now on, in addition to those fixed already."""
         known = _known_dimensions(self.artifacts, {**self._options.dimensions, **dimensions})
-        self._options = EngineOptions(**{**self._options.__dict__, "dimensions": known})
+        self._options = dataclasses.replace(self._options, dimensions=known)
+        self._check_shapes = ShapeCheck(self.artifacts.inputs, known)
         self._engine = None
 
     def checkpoint(
@@ -174,11 +192,22 @@ class OrtModule(nn.Module):
     def named_trainable(self) -> dict[str, torch.Tensor]:
         """The parameters the graph gives gradients for, in the order of `named_parameters()`."""
         trained = self.artifacts.gradients
-        return {name: _lookup(*place) for name, place in self._places.items() if name in trained}
+        return {name: lookup(*place) for name, place in self._places.items() if name in trained}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer of the checkpoint, by its name there, in the order of `state_dict()`."""
-        return {name: _lookup(owner, key) for name, (owner, key) in self._places.items()}
+        refresh_values([self, *self._hooked])
+        return {name: lookup(owner, key) for name, (owner, key) in self._places.items()}
+
+    def refuse_computed(self, names: Iterable[str]) -> None:
+        """Raise where one of these tensors is computed from others: a value put there would be lost."""
+        for name in names:
+            if is_computed(*self._places[name]):
+                raise UnsupportedError(
+                    "is computed, by pruning, a weight norm or a parametrization: it can't be given a value, and has no moments",
+                    field=name,
+                    remedy="Remove that first (prune.remove, remove_weight_norm, remove_parametrizations), or use model.state_dict().",
+                )
 
     def seed_dropout(self, seed: int, draws: int = 0) -> None:
         """Where dropout starts: the base seed, and how many training runs have drawn from it."""
@@ -198,29 +227,33 @@ class OrtModule(nn.Module):
         self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
         self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
         self.saved_moments = SavedMoments(dict(state.optimizer))
-        places: dict[str, tuple[nn.Module, str]] = {}
+        self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
+        everything = [*self.names["trainable"], *self.names["frozen"]]
+        counters = [name for name in everything if name.endswith("num_batches_tracked")]
+        # Every attribute exists before the first parameter does, which may have its name.
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._slots: list[tuple[nn.Module, str]] = []
+        self._counters: list[tuple[nn.Module, str]] = []
+        self._nominal_names = set(everything) - set(counters) if state.nominal else set()  # counters start at zero, as in PyTorch
+        self._unfilled = set(self._nominal_names)
+        order = {name: index for index, name in enumerate(specs)}
+        self._trainable = [order[name] for name in self.artifacts.trainable]
+        frozen = set(range(len(specs))) - set(self._trainable) if self.artifacts.training_path is not None else ()
+        self._frozen = sorted(frozen)
         slots = self._slots_side_by_side(state)
-        values = {name: value for name, value in state.parameters.items() if not is_string(value)}
         buffers = statistics | self.artifacts.buffers
-        for name in self.artifacts.in_order(values):
+        places, values = {}, state.parameters
+        for name in self.artifacts.in_order(everything):
             tensor = _materialize(name, values[name], specs, state.nominal, self._options.device, slots.get(name))
-            owner, key = places[name] = _place(self, name)
+            owner, key = places[name] = place(self, name, self._hooked)
             if name in state.trainable or (tensor.is_floating_point() and name not in buffers):
                 owner._parameters[key] = nn.Parameter(tensor, requires_grad=name in state.trainable)
             else:
                 owner._buffers[key] = tensor
-        self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
-        self._places = {name: places[name] for name in _tree_order(self)}
-        self._slots = [places[name] for name in specs]
+        self._places.update((name, places[name]) for name in tree_order(self))
+        self._slots += [places[name] for name in specs]
         used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
-        counters = [name for name in places if name.endswith("num_batches_tracked")]
-        self._nominal_names = places.keys() - counters if state.nominal else set()  # counters start at zero, as in PyTorch
-        self._unfilled = set(self._nominal_names)
-        self._counters = [places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
-        order = {name: index for index, name in enumerate(specs)}
-        self._trainable = [order[name] for name in self.artifacts.trainable]
-        chosen = set(self._trainable)
-        self._frozen = [index for index in range(len(specs)) if index not in chosen]
+        self._counters += [places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
 
     def _slots_side_by_side(self, state: CheckpointState) -> dict[str, torch.Tensor]:
         """Memory for the trainable parameters, in the order their gradients will have: an update then treats them as one."""
@@ -234,15 +267,17 @@ class OrtModule(nn.Module):
         }
         return dict(zip(shapes, side_by_side(list(shapes.values())), strict=True))
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self, training: bool, computed: list[str] | None = None) -> list[torch.Tensor]:
         """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
         if self._unfilled:
             self.require_values()
+        if self._hooked:
+            compute_values(self._hooked)
         tensors: list[torch.Tensor] = [
-            owner._parameters[key] if key in owner._parameters else _lookup(owner, key)  # type: ignore[misc]  # never None: we put it there
+            owner._parameters[key] if key in owner._parameters else lookup(owner, key, computed)  # type: ignore[misc]  # never None: we put it there
             for owner, key in self._slots
         ]
-        for index in self._frozen:
+        for index in self._frozen if training else ():
             if tensors[index].requires_grad:
                 raise UnsupportedError(
                     "requires a gradient, but the training graph does not compute one",
@@ -251,31 +286,10 @@ class OrtModule(nn.Module):
                 )
         return tensors
 
-    def _deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
-        """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
-        if self._loop.overwrite and not all(map(_requires_grad, parameters)):
-            for parameter in parameters:
-                if not parameter.requires_grad:  # frozen since: it has no gradient any more, and an optimizer leaves it alone
-                    parameter.grad = None
-        pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[0].grad is not pair[1]]
-        if self._loop.overwrite and pairs:
-            written = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.grad is gradient}
-            for parameter, _ in pairs:
-                if id(parameter) not in written:  # a tied parameter has several gradients, one of them in place already
-                    parameter.grad = None
-        old, new = [], []
-        for parameter, gradient in pairs:
-            current = parameter.grad
-            if not parameter.requires_grad:
-                continue
-            if current is None:
-                parameter.grad = gradient
-            else:
-                old.append(current)
-                new.append(gradient)
-        if old:
-            torch._foreach_add_(old, new)
-        self._loop.gradients, self._loop.overwrite = gradients, False
+    @torch.no_grad()
+    def _detach_computed(self) -> None:
+        """Parameters computed by hooks, as leaves: PyTorch copies no other tensors."""
+        refresh_values([self, *self._hooked])
 
     def _norms(self) -> list[BatchNorm]:
         return batch_norms(self.artifacts.training) if self.artifacts.training is not None else []
@@ -284,24 +298,26 @@ class OrtModule(nn.Module):
         """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
         if not self._counters:
             return
-        counters = [_lookup(*place) for place in self._counters]
+        counters = [lookup(*place) for place in self._counters]
         if self.engine.differentiable or not all(
             counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1 for counter in counters
         ):
             with torch.no_grad():
                 torch._foreach_add_(counters, 1)
             return
-        for counter in counters:  # after a run has emptied the caches, PyTorch's operator would take 100 us
-            ctypes.c_int64.from_address(counter.data_ptr()).value += 1
+        with self._loop.lock:
+            for counter in counters:  # after a run has emptied the caches, PyTorch's operator would take 100 us
+                ctypes.c_int64.from_address(counter.data_ptr()).value += 1
 
     def _next_seed(self) -> int | None:
         """A number for this step's random draws, from the base seed and how many steps were drawn for."""
         if self.engine.differentiable or not self.artifacts.random:
             return None
-        if self._follows_torch and _torch_seed() != self._torch_seed:  # the user called torch.manual_seed since
-            self.seed_dropout(_torch_seed())
-        self.draws += 1
-        return _mix(self.seed + self.draws * 0x9E3779B97F4A7C15)
+        with self._loop.lock:
+            if self._follows_torch and _torch_seed() != self._torch_seed:  # the user called torch.manual_seed since
+                self.seed_dropout(_torch_seed())
+            self.draws += 1
+            return _mix(self.seed + self.draws * 0x9E3779B97F4A7C15)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As for every module; of a nominal checkpoint only when all values are there."""
@@ -315,31 +331,39 @@ class OrtModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        device = next((tensor.device for tensor in self.named_tensors().values()), self._options.device)
+        device = next((tensor.device for tensor in itertools.chain(self.parameters(), self.buffers())), self._options.device)
         if device != self._options.device:
-            self._options = EngineOptions(**{**self._options.__dict__, "device": device})
+            self._options = dataclasses.replace(self._options, device=device)
             self._engine = None
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not set_own_attribute(self, name, value):
+            super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
-        """Sessions can't be copied or pickled; they are made anew on the other side."""
-        options = EngineOptions(**{**self._options.__dict__, "session_options": None})
-        return {**self.__dict__, "_engine": None, "_options": options, "_loop": _Loop(self._loop.overwrite)}
+        """Sessions can't be pickled; they are made anew on the other side."""
+        if self._options.session_options is not None:
+            warn(
+                "session_options can't be pickled: the copy runs with ONNX Runtime's defaults. Where they matter (custom operators), "
+                "make OrtModule(artifacts, session_options=...) anew and load the state dict; copy.deepcopy keeps them."
+            )
+        self._detach_computed()
+        options = dataclasses.replace(self._options, session_options=None)
+        return {**self.__dict__, "_engine": None, "_options": options}
 
+    def __copy__(self) -> OrtModule:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update({**self.__dict__, "_engine": None})
+        return copied
 
-_requires_grad = attrgetter("requires_grad")
-
-
-class _Loop:
-    """What one step leaves for the next. Not attributes of the module, where setting one takes ten times as long."""
-
-    def __init__(self, overwrite: bool = False) -> None:
-        self.overwrite = overwrite  # lazy_reset_grad was called
-        self.gradients: Any = None  # of the last train_step
-
-
-class Scope(nn.Module):
-    """Holds the parameters whose names share a prefix, so that `model.fc1.weight` works."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrtModule:
+        self._detach_computed()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo[id(self._options)] = self._options  # never changed; the session options in it can't be copied
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_engine": None}, memo))
+        return copied
 
 
 def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> dict[str, int]:
@@ -354,37 +378,6 @@ def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> di
                 remedy='For example dimensions={"batch": 32}.',
             )
     return dict(dimensions)
-
-
-def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Walks dotted names through scopes. Goes around `register_parameter`, which refuses names that ORT allows."""
-    *path, key = name.split(".")
-    owner = root
-    for part in path:
-        if part not in owner._modules:
-            owner._modules[part] = Scope()
-        owner = owner._modules[part]  # type: ignore[assignment]
-    return owner, key
-
-
-def _tree_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The names of all parameters and buffers as `state_dict` orders them: a module's own before those of its parts."""
-    yield from (prefix + key for key in (*module._parameters, *module._buffers))
-    for name, part in module._modules.items():
-        if part is not None:
-            yield from _tree_order(part, f"{prefix}{name}.")
-
-
-def _lookup(owner: nn.Module, key: str) -> torch.Tensor:
-    """A parameter, a buffer, or what a parametrization computes in its place."""
-    value: Any = owner._parameters.get(key)
-    if value is None:
-        value = owner._buffers.get(key)
-    if value is None:
-        value = getattr(owner, key, None)
-    if not isinstance(value, torch.Tensor):
-        raise CheckpointError("no longer a tensor", field=key)
-    return value
 
 
 def _materialize(

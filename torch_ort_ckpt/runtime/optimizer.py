@@ -82,6 +82,13 @@ class OrtOptimizer(torch.optim.Optimizer):
         if lr is None:
             lr = next((group.lr for group in saved.values() if group.lr is not None), DEFAULT_LR)
         given = list(params) if params is not None else list({id(value): value for value in self.model.named_trainable().values()}.values())
+        if not given:
+            lacking = "there is no training_model" if self.model.artifacts.training_path is None else "the training_model trains none"
+            raise CheckpointError(
+                f"no parameters to train: {lacking}",
+                path=self.model.artifacts.folder,
+                remedy="Export artifacts with trainable parameters.",
+            )
         super().__init__(given, {"lr": lr, **torch_defaults(self.spec)})
         if saved:
             self.load_groups(saved)

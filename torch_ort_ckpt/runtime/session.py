@@ -34,7 +34,8 @@ class TrainingSession:
     ) -> None:
         self.model = OrtModule(artifacts, device, **options)
         self.artifacts = self.model.artifacts
-        self.optimizer = OrtOptimizer(self.model, fused=fused) if self.artifacts.optimizer_path is not None else None
+        trains = self.artifacts.optimizer_path is not None and self.artifacts.training_path is not None
+        self.optimizer = OrtOptimizer(self.model, fused=fused) if trains else None
         self.scheduler: Any = None
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +127,7 @@ class TrainingSession:
                 weights.setdefault(base, value.to(masters[base].dtype))
             else:
                 moments[name] = value
+        self.model.refuse_computed(weights)
         for name, value in weights.items():
             masters[name].copy_(value)
         self.model.mark_filled(weights)
@@ -170,6 +172,7 @@ class TrainingSession:
                 f"the buffer has {flat.numel()} elements of {flat.dtype}, the model {self.get_parameters_size(trainable_only)} float32",
                 remedy="Make it with get_contiguous_parameters(trainable_only=...) of the same model.",
             )
+        self.model.refuse_computed(self._buffer_names(trainable_only))
         for tensor, piece in zip(tensors, torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
         self.model.mark_filled(self._buffer_names(trainable_only))
@@ -182,9 +185,8 @@ class TrainingSession:
 
     def _optimizer(self) -> OrtOptimizer:
         if self.optimizer is None:
-            raise CheckpointError(
-                "the artifacts have no optimizer_model", path=self.artifacts.folder, remedy="Export one, or use torch.optim."
-            )
+            lacking = "optimizer_model" if self.artifacts.optimizer_path is None else "training_model"
+            raise CheckpointError(f"the artifacts have no {lacking}", path=self.artifacts.folder, remedy="Export one, or use torch.optim.")
         return self.optimizer
 
     def _buffer_order(self, trainable_only: bool) -> list[torch.Tensor]:
@@ -210,6 +212,7 @@ class TrainingSession:
     def _moments(self) -> dict[str, dict[str, torch.Tensor]]:
         if self.optimizer is None or not MOMENTS[self.optimizer.spec.kind]:
             return {}
+        self.model.refuse_computed(self.artifacts.trainable)
         self.optimizer.create_moments()
         found = {}
         for name, parameter in self.model.named_trainable().items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..paths import refuse_url
 from ..storage import PathLike
 from .schedule import LearningRate
 
@@ -52,6 +53,8 @@ class RunnerConfig:
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("checkpoints_dir", "checkpoint_to_load_path", "perf_output_dir", "export_path"):
+            refuse_url(getattr(self, name), name)
         for name in ("num_train_steps", "gradient_accumulation_steps", "display_loss_steps", "histogram_period"):
             _positive(name, getattr(self, name))
         for name in ("evaluation_period", "checkpoint_period", "max_num_checkpoints"):

@@ -1,33 +1,52 @@
 """The folder that holds the entries: how one appears and disappears in a single rename, and what killed writers left behind.
 
-`checkpoint_<step>` is always whole. A new entry grows in `.checkpoint_<step>.<pid>-<random>.tmp`, and its writer holds a lock on the file
-`<that>.lock` for as long as it lives; an old one leaves as `.checkpoint_<step>.<random>.old` before its files go.
+`checkpoint_<step>` is always whole. A new entry grows in `.checkpoint_<step>.<id>.tmp`; an old one leaves as `.checkpoint_<step>.<id>.old`
+before its files go. Each carries a marker (see `ownership`), on which its writer holds a lock for as long as it lives. Names prove nothing:
+what has no marker, and no manifest from before there were markers, is somebody else's and is neither deleted nor replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..storage import directory_lock, fsync_directory, save_error
-from .entry import Entry, read_entry
+from ..ownership import MARKER, MarkedFolder, Writer, delete_abandoned, delete_folder, identity_of, new_identity, write_marker, writer_of
+from ..storage import directory_lock, fsync_directory, save_error, unsynced_error, warn
+from .entry import MANIFEST, READABLE, Entry, read_entry
 
-_ENTRY = re.compile(r"checkpoint_(\d+)")
-_LEFTOVER = re.compile(r"\.checkpoint_(\d+)\.[\w-]+\.(tmp|old|tmp\.lock)")
+_ENTRY = re.compile(r"checkpoint_[0-9]+")
+_IDENTITY = r"(?:[0-9]+-)?[0-9a-f]{8}"  # version 1 set aside without the process
+_OWN_FILE = re.compile(
+    r"\.?(manifest\.json|checkpoint|(training|rank_[0-9]+)\.(json|safetensors))(\.data)?(\.[0-9a-f-]{8,64})?(\.tmp)?|" + re.escape(MARKER)
+)
+"""What there can be in an entry's folder, temporaries included."""
 
 
 def list_entries(directory: Path) -> list[Entry]:
     """Every entry by step, complete or not."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         names = [name for name in os.listdir(directory) if _ENTRY.fullmatch(name)]
-        return sorted((read_entry(directory / name) for name in names), key=lambda entry: entry.step)
-    return []
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"can't be listed ({error.strerror})", path=directory, remedy="Check the path and its permissions."
+        ) from error
+    return sorted((_listed(directory / name) for name in names), key=lambda entry: entry.step)
+
+
+def _listed(path: Path) -> Entry:
+    """An entry is what its manifest says. Under another step's name it is not taken for that one."""
+    entry = read_entry(path)
+    if entry.version in READABLE and path.name != f"checkpoint_{entry.step}":
+        problem = f"renamed: it holds step {entry.step}, not the one in its name"
+        return dataclasses.replace(entry, step=int(path.name.removeprefix("checkpoint_")), problem=entry.problem or problem)
+    return entry
 
 
 def pending_entry(directory: Path, step: int) -> contextlib.AbstractContextManager[PendingFolder]:
@@ -36,48 +55,48 @@ def pending_entry(directory: Path, step: int) -> contextlib.AbstractContextManag
 
 
 @contextlib.contextmanager
-def pending_folder(target: Path) -> Iterator[PendingFolder]:
-    """A folder to fill; gone at the end of the block unless it was committed. Errors of the file system become `CheckpointError`."""
+def pending_folder(target: Path, *, asked: bool = False) -> Iterator[PendingFolder]:
+    """A folder to fill; gone at the end of the block unless it was committed. Errors of the file system become `CheckpointError`.
+
+    It replaces only what this library made under that name. `asked` says that the user has named this very path to save to: then a file,
+    or a checkpoint of this library that was made under another name, is replaced as well.
+    """
+    pending: PendingFolder | None = None
     try:
-        pending = PendingFolder(target)
-    except OSError as error:
-        raise save_error(error, target) from error
-    try:
+        pending = PendingFolder(target, asked)
         yield pending
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise save_error(error, pending.target) from error
+        raise (unsynced_error if pending is not None and pending.committed else save_error)(error, target) from error
     finally:
-        pending.discard()
+        if pending is not None:
+            pending.discard()
 
 
 class PendingFolder:
     """A temporary folder under its writer's lock."""
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.committed = False
-        self._lock = -1
-        while self._lock < 0:
-            self.path = target.parent / f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-            # Beside the folder, not in it: the formats lock folders they write to.
-            self._lock = os.open(_lock_file(self.path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            _lock(self._lock, wait=True)
-            if not os.fstat(self._lock).st_nlink:  # another manager took it for an abandoned one before it was locked
-                os.close(self._lock)
-                self._lock = -1
-        try:
-            os.mkdir(self.path)
-        except OSError:
-            self.discard()
-            raise
+    def __init__(self, target: Path, asked: bool = False) -> None:
+        self.target, self.committed, self._asked = target, False, asked
+        self._check_target()  # before gigabytes are written
+        self._folder = MarkedFolder(target, "tmp")
+        self.path = self._folder.path
 
     def commit(self, durable: bool) -> None:
-        """Give the folder its name. One that has the name already makes way; a crash in between is repaired by `clean`."""
+        """Give the folder its name. One that has the name already makes way; a crash in between is repaired by `recover`."""
         with directory_lock(self.target.parent):
-            replaced = _set_aside(self.target) if os.path.lexists(self.target) else None
-            os.rename(self.path, self.target)
+            replaced: Path | None = None
+            if not self._was_promoted():
+                self._check_target()
+                if os.path.lexists(self.target):
+                    replaced = _set_aside(self.target)
+                try:
+                    os.rename(self.path, self.target)
+                except OSError:
+                    if replaced is not None:
+                        os.rename(replaced, self.target)
+                    raise
             self.committed = True
         if durable:
             fsync_directory(self.target.parent)
@@ -86,48 +105,120 @@ class PendingFolder:
 
     def discard(self) -> None:
         if not self.committed:
-            _delete(self.path)
-        if self._lock >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(_lock_file(self.path))
-            os.close(self._lock)
-            self._lock = -1
+            delete_folder(self.path)
+        self._folder.close()
+
+    def _was_promoted(self) -> bool:
+        """Without locks another manager can't know that this writer is alive, and may have given the complete folder its name."""
+        return not self.path.exists() and identity_of(self.target, self.target.name) == self._folder.identity
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self.target) or (self._asked and (self.target.is_symlink() or self.target.is_file())):
+            return
+        if (reason := why_kept(self.target, None if self._asked else self.target.name)) is not None:
+            raise CheckpointError(f"in the way of a checkpoint: {reason}", path=self.target, remedy="Move it away, or save elsewhere.")
 
 
-def remove(entry: Path) -> None:
-    """Take an entry away: out of sight in one rename, then its files."""
+def why_kept(folder: Path, name: str | None) -> str | None:
+    """Why a folder may not be deleted or replaced; None for one that this library made for `name` (for any, when that is None)."""
+    if folder.is_symlink() or not folder.is_dir():
+        return "it is no folder that this library made"
+    try:
+        foreign = sorted(item for item in os.listdir(folder) if not _OWN_FILE.fullmatch(item))
+    except OSError as error:
+        return f"it can't be listed ({error.strerror})"
+    if foreign:
+        return f"it holds other files than a checkpoint's ({', '.join(foreign[:3])})"
+    if identity_of(folder, name) is None and not _is_version_1(folder, name):
+        return "this library did not make it, or not under this name"
+    return None
+
+
+def _is_version_1(folder: Path, name: str | None) -> bool:
+    """Entries had no markers then: a well-formed manifest, of the step in the name, is proof enough."""
+    entry = read_entry(folder)
+    return entry.version == 1 and (name is None or not _ENTRY.fullmatch(name) or name == f"checkpoint_{entry.step}")
+
+
+def remove(entry: Path, name: str | None = None) -> str | None:
+    """Take an entry made for `name` (or any) away: out of sight in one rename, then its files. Returns why it was left, if it was."""
     with contextlib.suppress(FileNotFoundError):
         with directory_lock(entry.parent):
+            if (reason := why_kept(entry, name)) is not None:
+                return reason if os.path.lexists(entry) else None
+            if identity_of(entry) is None:
+                _mark(entry)
             leaving = _set_aside(entry)
+            if identity_of(leaving) is not None:  # without a manifest nobody takes it for one that was to be replaced
+                with contextlib.suppress(OSError):
+                    os.unlink(leaving / MANIFEST)
         _delete(leaving)
+    return None
 
 
 def clean(directory: Path) -> None:
-    """Clear up after killed writers: give a complete entry the name it lacked, delete the rest. What a living writer holds stays."""
-    found = [(place, match) for place in directory.iterdir() if (match := _LEFTOVER.fullmatch(place.name))]
-    # Temporaries first: one that was to replace an entry takes its place before what was set aside for it is deleted.
-    for place, match in sorted(found, key=lambda item: ("tmp", "old", "tmp.lock").index(item[1][2])):
-        if match[2] == "old":
+    """Clear up after killed writers of all steps."""
+    pattern = re.compile(rf"\.(checkpoint_[0-9]+)\.{_IDENTITY}\.(tmp|old)")
+    for name in sorted({match[1] for item in os.listdir(directory) if (match := pattern.fullmatch(item))}):
+        recover(directory / name)
+
+
+def recover(target: Path) -> None:
+    """Clear up after killed writers of one checkpoint: give a complete one the name it lacked, delete the rest of what is provably ours.
+
+    What a living writer holds stays. Where there are no locks to tell by, only what is complete is touched: it gets the name if that is
+    free. What was set aside goes when the name is taken, or when its deletion had begun.
+    """
+    for place in _leftovers(target, "tmp"):
+        with writer_of(place) as writer:
+            if writer is not Writer.ALIVE and _promote(place, target):
+                continue
+        delete_abandoned(place, target.name)
+    for place in _leftovers(target, "old"):
+        with contextlib.suppress(OSError):
+            os.rmdir(place)  # its deletion lacked only this
+        gone = not os.path.lexists(place / MANIFEST)
+        if not _promote(place, target) and (gone or os.path.lexists(target)) and why_kept(place, target.name) is None:
             _delete(place)
-            continue
-        with _claimed(place if match[2] == "tmp.lock" else _lock_file(place)) as free:
-            if free and match[2] == "tmp.lock":
-                place.unlink(missing_ok=True)
-            elif free and not _promote(place, directory / f"checkpoint_{match[1]}"):
-                _delete(place)
+
+
+def _leftovers(target: Path, kind: str) -> list[Path]:
+    pattern = re.compile(re.escape(f".{target.name}.") + rf"{_IDENTITY}\.{kind}")
+    try:
+        return sorted(target.with_name(name) for name in os.listdir(target.parent) if pattern.fullmatch(name))
+    except OSError:
+        return []
 
 
 def _promote(place: Path, target: Path) -> bool:
-    """Give a leftover that only lacked its last rename its name."""
-    with directory_lock(target.parent):
-        if target.exists() or read_entry(place).problem is not None:
-            return False
-        os.rename(place, target)
-        return True
+    """Give a leftover that is whole, to the byte, the name that it lacks."""
+    entry = read_entry(place)
+    if entry.problem is not None or os.path.lexists(target) or why_kept(place, target.name) is not None:
+        return False
+    try:
+        entry.verify()
+        with directory_lock(target.parent):
+            if os.path.lexists(target):
+                return False
+            os.rename(place, target)
+    except CheckpointError:
+        return False
+    except OSError as error:
+        warn(f"{place}: a complete checkpoint that can't get its name {target.name} ({error.strerror})")
+        return False
+    return True
+
+
+def _mark(entry: Path) -> None:
+    """Give an entry of version 1 a marker, so that its deletion can be told from a replacement if it is cut short."""
+    with contextlib.suppress(OSError):  # a full disk: it goes without
+        lock = write_marker(entry, entry.name, new_identity())
+        if lock is not None:
+            lock.close()
 
 
 def _set_aside(entry: Path) -> Path:
-    leaving = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}.old")
+    leaving = entry.with_name(f".{entry.name}.{new_identity()}.old")
     os.rename(entry, leaving)
     return leaving
 
@@ -135,37 +226,5 @@ def _set_aside(entry: Path) -> Path:
 def _delete(place: Path) -> None:
     if place.is_symlink() or place.is_file():
         place.unlink(missing_ok=True)
-        return
-    # The manifest goes first: from then on nobody can take the rest for an entry.
-    with contextlib.suppress(OSError):
-        os.unlink(place / "manifest.json")
-    shutil.rmtree(place, ignore_errors=True)
-
-
-def _lock_file(place: Path) -> Path:
-    return place.with_name(place.name + ".lock")
-
-
-@contextlib.contextmanager
-def _claimed(file: Path) -> Iterator[bool]:
-    """Whether nobody alive holds this lock file; it is held meanwhile. One that is gone has no writer either."""
-    try:
-        descriptor = os.open(file, os.O_RDWR)
-    except OSError as error:
-        yield isinstance(error, FileNotFoundError)
-        return
-    try:
-        yield _lock(descriptor, wait=False)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """False where another process holds it, or the file system knows no locks (then nothing is ever taken for abandoned)."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (ImportError, OSError):
-        return False
-    return True
+    else:
+        delete_folder(place, last=MARKER if identity_of(place) is not None else MANIFEST)

@@ -5,16 +5,19 @@
 | `checkpoint` | parameters, buffers, moments, step: what ORT's own loader reads |
 | `training.json`, `training.safetensors` | what all ranks share: optimizer, scheduler, scaler, counters; tensors refer to `checkpoint` |
 | `rank_<r>.json`, `rank_<r>.safetensors` | what is each rank's own: random generators, position in the data, half-accumulated gradients |
-| `manifest.json` | written last: every file with its size and checksum, step, metrics |
+| `manifest.json` | written last: every file with its size and hash, step, ranks, metrics, and a hash of all that |
+| `.torch-ort-ckpt` | written first: proof that this library made the folder and may delete it |
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,13 +30,19 @@ import torch
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
 from ..formats import load, save
 from ..formats.safetensors_file import read_file, write_file
+from ..hashing import bytes_hash, file_hash
 from ..state import CheckpointState
-from ..storage import FileBuffer, atomic_write, fsync_directory
+from ..storage import FileBuffer, atomic_write, fsync_directory, open_file
 from . import tree
 
 CHECKPOINT, SHARED, MANIFEST = "checkpoint", "training", "manifest.json"
-VERSION = 1
-_BLOCK = 4096  # a sector: two that changed places are noticed
+VERSION = 2
+READABLE = (1, 2)
+"""Version 1 had sums of words for checksums, and none of the manifest itself."""
+
+_LARGEST = 16 << 20  # of a manifest: enough for 70,000 ranks
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LAST_STEP, _LAST_SECOND = 2**63 - 1, 253_402_300_799  # the second: of the year 9999
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class Entry:
     ranks: int = 1
     created: float = 0.0
     problem: str | None = None
+    version: int = 0
+    """Of the manifest; 0 when it can't be read."""
 
     @property
     def checkpoint(self) -> Path:
@@ -67,6 +78,7 @@ class Entry:
         """Read every byte and compare it with the manifest; raises what is wrong."""
         if self.problem is not None:
             raise CorruptFileError(self.problem, path=self.path)
+        checksum = file_hash if self.version > 1 else _word_sums
         for name, record in self.files.items():
             if checksum(self.path / name) != record.checksum:
                 raise CorruptFileError("its bytes are not those that were written", path=self.path / name)
@@ -84,36 +96,83 @@ class Entry:
 
 
 def read_entry(path: Path) -> Entry:
-    """Look at an entry without reading its data: manifest, presence and sizes of the files."""
-    named = re.search(r"checkpoint_(\d+)", path.name)
+    """Look at an entry without reading its data: manifest, presence and sizes of the files. Whatever is wrong is its `problem`."""
+    named = re.search(r"checkpoint_([0-9]+)", path.name)
     step = int(named[1]) if named else -1
     try:
-        with open(path / MANIFEST, encoding="utf-8") as file:
-            content = json.load(file)
-        if content["version"] != VERSION:
-            return Entry(path, step, problem=f"written by another version of this library (manifest version {content['version']})")
-        entry = Entry(
-            path=path,
-            step=int(content["step"]),
-            metrics={name: float(value) for name, value in content["metrics"].items()},
-            files={name: FileRecord(int(record["size"]), str(record["checksum"])) for name, record in content["files"].items()},
-            ranks=int(content["ranks"]),
-            created=float(content["created"]),
-        )
-    except FileNotFoundError:
+        entry = _parse(path, json.loads(_manifest(path / MANIFEST)))
+    except MissingFileError:
         return Entry(path, step, problem="no manifest: not a complete entry")
-    except OSError as error:
-        return Entry(path, step, problem=f"the manifest can't be read ({error.strerror})")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except CheckpointError as error:
+        return Entry(path, step, problem=f"the manifest: {error.message}")
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         return Entry(path, step, problem=f"damaged manifest ({type(error).__name__}: {error})")
-    for name, record in entry.files.items():
+    if entry.version not in READABLE:
+        problem = f"written by another version of this library (manifest version {entry.version})"
+        return Entry(path, step, problem=problem, version=entry.version)
+    problems = (_missing(path, name, record.size) for name, record in entry.files.items())
+    return dataclasses.replace(entry, problem=next((text for text in problems if text is not None), None))
+
+
+def _manifest(path: Path) -> bytes:
+    with open_file(os.fspath(path)) as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST:
+            raise CorruptFileError(f"more than {_LARGEST >> 20} MiB", path=path)
         try:
-            size = (path / name).stat().st_size
+            return file.read()
         except OSError as error:
-            return Entry(path, step, entry.metrics, entry.files, problem=f"{name}: {error.strerror}")
-        if size != record.size:
-            return Entry(path, step, entry.metrics, entry.files, problem=f"{name}: {size} bytes, written were {record.size}")
-    return entry
+            raise CheckpointError(f"can't be read ({error.strerror})", path=path) from error
+
+
+def _parse(path: Path, content: Any) -> Entry:
+    """What a manifest says. Raises one of the exceptions that `read_entry` expects where it is not one of ours."""
+    version = _whole(content["version"], "version", 1)
+    if version not in READABLE:
+        return Entry(path, -1, version=version)
+    own_hash = content.pop("hash", None)
+    if own_hash != (bytes_hash(json.dumps(content, sort_keys=True).encode()) if version > 1 else None):
+        raise ValueError("it is not what was written")
+    files = {name: FileRecord(_whole(record["size"], "size", 0), record["checksum"]) for name, record in content["files"].items()}
+    if bad := [name for name, record in files.items() if not _FILE_NAME.fullmatch(name) or not isinstance(record.checksum, str)]:
+        raise ValueError(f"{bad[0]!r} is not a file of an entry")
+    ranks = _whole(content["ranks"], "ranks", 1, max(1, len(files)))
+    expected = [CHECKPOINT, *_tree_files(SHARED)]
+    if ranks > 1 or "rank_0.json" in files:  # Lightning's checkpoints have none
+        expected += [name for number in range(ranks) for name in _tree_files(f"rank_{number}")]
+    if missing := [name for name in expected if name not in files]:
+        raise ValueError(f"it does not list {missing[0]}")
+    return Entry(
+        path=path,
+        step=_whole(content["step"], "step", 0, _LAST_STEP),
+        metrics={name: _number(value, name) for name, value in content["metrics"].items()},
+        files=files,
+        ranks=ranks,
+        created=_number(content["created"], "created", _LAST_SECOND),
+        version=version,
+    )
+
+
+def _whole(value: Any, name: str, least: int, most: int = _LAST_STEP) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is not a whole number from {least} to {most}")
+    return value
+
+
+def _number(value: Any, name: str, most: float | None = None) -> float:
+    name.encode()  # a lone surrogate is no text
+    if type(value) not in (int, float) or (most is not None and not 0 <= value <= most):
+        raise ValueError(f"{name!r} is not a number" + (f" from 0 to {most}" if most is not None else ""))
+    return float(value)
+
+
+def _missing(folder: Path, name: str, size: int) -> str | None:
+    try:
+        found = os.stat(folder / name)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{name}: not a regular file"
+    return f"{name}: {found.st_size} bytes, written were {size}" if found.st_size != size else None
 
 
 def write_state(folder: Path, state: CheckpointState, durable: bool) -> dict[str, FileRecord]:
@@ -126,11 +185,15 @@ def write_state(folder: Path, state: CheckpointState, durable: bool) -> dict[str
 
 def write_tree(folder: Path, name: str, form: Any, tensors: Mapping[str, torch.Tensor], durable: bool) -> dict[str, FileRecord]:
     """One encoded tree: `<name>.json` and `<name>.safetensors`."""
-    data = folder / f"{name}.safetensors"
+    plain, data = (folder / file for file in _tree_files(name))
     with atomic_write(data, durable=durable) as file:
         write_file(file, tensors, {}, data)
-    write_json(folder / f"{name}.json", form, durable)
-    return _records(folder, [f"{name}.json", data.name])
+    write_json(plain, form, durable)
+    return _records(folder, [plain.name, data.name])
+
+
+def _tree_files(name: str) -> tuple[str, str]:
+    return f"{name}.json", f"{name}.safetensors"
 
 
 def write_manifest(
@@ -141,10 +204,13 @@ def write_manifest(
         "step": step,
         "created": time.time(),
         "ranks": ranks,
-        "metrics": {name: float(value) for name, value in metrics.items()},
+        "metrics": dict(metrics),
         "files": {name: {"size": record.size, "checksum": record.checksum} for name, record in sorted(files.items())},
     }
+    content["hash"] = bytes_hash(json.dumps(content, sort_keys=True).encode())
     write_json(folder / MANIFEST, content, durable)
+    if os.path.getsize(folder / MANIFEST) > _LARGEST:
+        raise CheckpointError(f"the manifest would have more than {_LARGEST >> 20} MiB", path=folder, remedy="Give fewer metrics.")
     if durable:
         fsync_directory(folder)
 
@@ -155,15 +221,18 @@ def write_json(path: Path, content: Any, durable: bool) -> None:
         file.write(text)
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 over the sums of every 4 KiB block, at memory speed: notices damage, is no defence against forgery."""
-    data = np.frombuffer(FileBuffer(path).data, dtype=np.uint8)
-    whole = len(data) // _BLOCK * _BLOCK
-    digest = hashlib.sha256(str(len(data)).encode())
-    if whole:
-        digest.update(data[:whole].view(np.uint64).reshape(-1, _BLOCK // 8).sum(axis=1, dtype=np.uint64).tobytes())
-    digest.update(data[whole:].tobytes())
-    return digest.hexdigest()[:32]
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers by name; refuses what a manifest can't hold."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            name.encode()
+            found[name] = float(value)
+        except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise CheckpointError(
+                f"not a number by name ({error})", field=f"metrics[{name!r}]", remedy="Give a mapping of text to numbers."
+            ) from error
+    return found
 
 
 def best_of(entries: list[Entry], metric: str, mode: str) -> Entry | None:
@@ -174,7 +243,18 @@ def best_of(entries: list[Entry], metric: str, mode: str) -> Entry | None:
 
 
 def _records(folder: Path, names: list[str]) -> dict[str, FileRecord]:
-    return {name: FileRecord(os.path.getsize(folder / name), checksum(folder / name)) for name in names}
+    return {name: FileRecord(os.path.getsize(folder / name), file_hash(folder / name)) for name in names}
+
+
+def _word_sums(path: Path) -> str:
+    """The checksum of version 1: SHA-256 over the sums of the words of each sector. Does not notice words that changed places in one."""
+    data, sector = np.frombuffer(FileBuffer(path).data, dtype=np.uint8), 4096
+    whole = len(data) // sector * sector
+    digest = hashlib.sha256(str(len(data)).encode())
+    if whole:
+        digest.update(data[:whole].view(np.uint64).reshape(-1, sector // 8).sum(axis=1, dtype=np.uint64).tobytes())
+    digest.update(data[whole:].tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _read_tree(folder: Path, name: str, state: CheckpointState | None) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..paths import refuse_url
 from ..storage import PathLike, save_error, warn
 from . import directory as entries
 from .capture import Captured, Training, capture, restore
 from .distributed import Ranks, world_size
-from .entry import SHARED, Entry, FileRecord, best_of, write_manifest, write_state, write_tree
+from .entry import READABLE, SHARED, Entry, FileRecord, best_of, checked_metrics, write_manifest, write_state, write_tree
 from .preemption import Preemption
 from .randomness import random_states
 
@@ -62,6 +64,7 @@ class CheckpointManager:
         for name, choice, allowed in (("mode", mode, ("min", "max")), ("on_error", on_error, ("raise", "warn"))):
             if choice not in allowed:
                 raise CheckpointError(f"{choice!r} is not one of {', '.join(allowed)}", field=name)
+        refuse_url(directory, "directory")
         self.directory = Path(os.path.abspath(directory))
         self.period, self.max_num_checkpoints = period, max_num_checkpoints
         self.keep_best, self.mode = keep_best, mode
@@ -70,9 +73,11 @@ class CheckpointManager:
         self._ranks = Ranks.own_group()
         self._caller = Ranks.own_group()  # the background save talks in the other one at the same time
         self._damaged: set[Path] = set()
+        self._left: set[Path] = set()
         self.last_saved: int | None = None
+        """The newest step that is saved in this directory."""
         self._executor: ThreadPoolExecutor | None = None
-        self._in_flight: Future[Path | None] | None = None
+        self._in_flight: tuple[int, Future[Path]] | None = None
         self._ranks.first(self._open)
         self._ranks.together(self._visible)
 
@@ -91,8 +96,9 @@ class CheckpointManager:
         return best_of(self.list(), self.keep_best, self.mode)
 
     def due(self, step: int) -> bool:
-        """Whether `step` weight updates are a multiple of the period and not saved yet."""
-        return self.period is not None and step > 0 and step % self.period == 0 and step != self.last_saved
+        """Whether `step` weight updates are a multiple of the period and neither saved nor being saved in the background."""
+        taken = (self.last_saved, self._in_flight[0] if self._in_flight is not None else None)
+        return self.period is not None and step > 0 and step % self.period == 0 and step not in taken
 
     def preempted(self) -> bool:
         """Whether any rank was asked to end (SIGTERM): the same answer on all ranks, so that all save at the same step."""
@@ -116,25 +122,26 @@ class CheckpointManager:
         With `async_save` this returns once the state is copied. `gradients=True` keeps the gradients too: for a save inside an
         accumulation window.
         """
+        step, rated = _checked_step(step), checked_metrics(metrics or {})
         training = Training(model, optimizer, scheduler, scaler, data, dict(progress or {}), gradients)
         self.wait()
         taken: list[Captured] = []
         self._caller.together(lambda: taken.append(capture(training)))  # a rank that can't must not leave the others waiting
-        captured, self.last_saved = taken[0], step
+        captured = taken[0]
         if not self.async_save:
-            return self._tolerate(lambda: self._write(step, captured, dict(metrics or {})))
+            return self._finish(step, lambda: self._write(step, captured, rated))
         copied = captured.clone()
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
-        self._in_flight = self._executor.submit(self._write, step, copied, dict(metrics or {}))
+        self._in_flight = step, self._executor.submit(self._write, step, copied, rated)
         return self.directory / f"checkpoint_{step}"
 
     def wait(self) -> Path | None:
         """Until the save in flight is on the medium; raises its error."""
         if self._in_flight is None:
             return None
-        running, self._in_flight = self._in_flight, None
-        return self._tolerate(running.result)
+        (step, running), self._in_flight = self._in_flight, None
+        return self._finish(step, running.result)
 
     def restore(
         self,
@@ -158,7 +165,8 @@ class CheckpointManager:
             return None
         training = Training(model, optimizer, scheduler, scaler, data, progress if progress is not None else {})
         self._ranks.together(lambda: self._restore(chosen, training))
-        self.last_saved = chosen.step
+        if chosen.path.parent == self.directory:
+            self.last_saved = chosen.step
         return chosen
 
     def close(self) -> None:
@@ -222,7 +230,7 @@ class CheckpointManager:
         self._rotate()
 
     def _rotate(self) -> None:
-        """Remove what is no longer wanted; called only when a newer entry is durable. An entry of an unknown version is never touched."""
+        """Remove what is no longer wanted; called only when a newer entry is durable. Folders of others and of unknown versions stay."""
         if self.max_num_checkpoints is None:
             return
         found = self.list()
@@ -232,18 +240,31 @@ class CheckpointManager:
             kept.add(best.path)
         newest = max((entry.step for entry in whole), default=-1)
         for entry in found:
-            foreign = entry.problem is not None and "another version" in entry.problem
-            if entry.path not in kept and entry.step < newest and not foreign:
-                entries.remove(entry.path)
+            if entry.path not in kept and entry.step < newest and entry.version in (0, *READABLE):
+                self._remove(entry)
 
-    def _tolerate(self, action: Any) -> Path | None:
+    def _remove(self, entry: Entry) -> None:
+        """The new checkpoint is saved: an old one that can't go is no reason to stop."""
         try:
-            path: Path | None = action()
+            reason = entries.remove(entry.path, entry.path.name)
+        except OSError as error:
+            reason = f"it can't be removed ({error.strerror})"
+        if reason is not None and entry.path not in self._left:
+            self._left.add(entry.path)
+            warn(f"{entry.path} stays where it is: {reason}")
+
+    def _finish(self, step: int, action: Callable[[], Path]) -> Path | None:
+        """Run or await a save, and only then count the step as saved: one that failed may be tried again."""
+        try:
+            path = action()
         except CheckpointError as error:
+            if self.last_saved == step:  # what is there is older than what was to be saved
+                self.last_saved = None
             if self.on_error == "raise":
                 raise
             warn(f"the checkpoint was not saved, training goes on: {error}")
             return None
+        self.last_saved = step
         return path
 
     # Restoring
@@ -274,6 +295,16 @@ def _give_way() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _checked_step(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise CheckpointError(f"must be a whole number, not {step!r}", field="step") from error
+    if not 0 <= number < 2**63:
+        raise CheckpointError(f"must be a whole number from 0 on, not {number}", field="step")
+    return number
 
 
 def _verified(entry: Entry) -> Entry:

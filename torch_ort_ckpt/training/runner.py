@@ -55,7 +55,7 @@ class Event:
 
 @dataclass
 class Result:
-    """How a run ended. `preempted`: SIGTERM came, everything is saved, start it again to go on."""
+    """How a run ended. `preempted`: SIGTERM came; start it again to go on from the newest checkpoint."""
 
     step: int
     weight_updates: int
@@ -116,7 +116,7 @@ class TrainingRunner:
         config = self.config
         self._feed = feed = Feed(_shard(train_loader, config.seed))
         tests = _shard(test_loader, config.seed) if test_loader is not None else None
-        preempted = False
+        preempted, mode = False, StepMode.MODEL_UPDATE
         with contextlib.ExitStack() as stack:
             manager = stack.enter_context(self._manager()) if config.checkpoints_dir is not None else None
             board = stack.enter_context(contextlib.closing(Board(config.log_dir)))
@@ -140,12 +140,11 @@ class TrainingRunner:
                     if preempted or (updated and manager.due(self.weight_updates)):
                         self._save(manager, mode)
                     if preempted:
-                        log.warning("asked to end: saved at step %d", self.step)
                         break
             if manager is not None:
-                if not preempted and manager.last_saved != self.weight_updates:
-                    self._save(manager, StepMode.MODEL_UPDATE)
-                manager.wait()
+                saved = self._save_last(manager, mode)
+                if preempted:
+                    log.warning("asked to end at step %d: %s", self.step, "saved" if saved else "could not be saved")
             self._finish(clock, preempted)
         return self._result(resumed_from, preempted)
 
@@ -255,6 +254,15 @@ class TrainingRunner:
         )
         for callback in self._callbacks:
             callback(Event("checkpoint", mode, self.step, self.metrics, path))
+
+    def _save_last(self, manager: CheckpointManager, mode: StepMode) -> bool:
+        """Whether the end of the run is saved. Where failures are only warnings, it is tried twice: there will be no other save."""
+        for _ in range(2):
+            manager.wait()
+            if manager.last_saved != self.weight_updates:
+                self._save(manager, mode)
+        manager.wait()
+        return manager.last_saved == self.weight_updates
 
     def _progress(self) -> dict[str, int | float | str]:
         epoch = self._feed.epoch if self._feed is not None else 0

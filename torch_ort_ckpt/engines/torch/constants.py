@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import re
 from typing import Any
 
@@ -59,7 +61,13 @@ def torch_dtype(number: int) -> torch.dtype:
 def identifier(name: str) -> str:
     """A Python identifier close to an ONNX name."""
     text = re.sub(r"\W+", "_", name).strip("_") or "value"
-    return f"v_{text}" if text[0].isdigit() else text
+    if not f"v_{text}".isidentifier():  # signs like ½ count as letters, but not in Python's names
+        text = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
+    return text if text.isidentifier() and not keyword.iskeyword(text) and text not in _TAKEN else f"v_{text}"
+
+
+_TAKEN = frozenset({"self", "torch", "operator", "math", "inf", "nan", "NoneType", "device", "fx_pytree", "pytree", *dir(builtins)})
+"""What generated code refers to by these names."""
 
 
 _PLAIN = {

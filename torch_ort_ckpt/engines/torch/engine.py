@@ -13,14 +13,13 @@ from typing import Any
 
 import onnx
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...artifacts import Artifacts
-from ...errors import MissingFileError, UnsupportedError
+from ...errors import CheckpointError, MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
-from ..gradients import keeps_graph, scale, spent
+from ..gradients import keeps_graph, refuse_second_derivative, scale, spent
 from .translate import Translation, translate
 
 
@@ -65,7 +64,10 @@ class TorchEngine:
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         if self.options.compile and self.training_graph is not None:
             values = [parameter.detach() for parameter in parameters]
-            outputs, gradients = self._compiled_step(list(inputs), values)
+            try:
+                outputs, gradients = self._compiled_step(list(inputs), values)
+            except _USUAL_ERRORS as error:
+                raise could_not_run(error) from error
             return outputs, independent(gradients, [*inputs, *values, *outputs])
         with torch.enable_grad():
             outputs = self.train(inputs, parameters, seed)
@@ -112,8 +114,8 @@ class _AtOnce(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        refuse_second_derivative("Use compile=False.")
         if ctx.gradients is None:
             raise spent()
         if keeps_graph():
@@ -142,6 +144,19 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
+_USUAL_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+
+
+def could_not_run(error: Exception) -> Exception:
+    """What to raise for an error of PyTorch's operators; kinds of their own (out of memory, tracing) are the caller's business."""
+    if type(error) not in (*_USUAL_ERRORS, NotImplementedError):
+        return error
+    return CheckpointError(
+        f"PyTorch could not run the graph: {str(error).strip()}",
+        remedy="Check shapes, types and labels of the inputs against model.artifacts.inputs.",
+    )
+
+
 @dataclass
 class TorchGraph:
     """A translated graph and where its arguments are among the artifacts' inputs and parameters."""
@@ -151,9 +166,16 @@ class TorchGraph:
     parameters: list[tuple[int, torch.dtype | None]]
     """Place among the artifacts' parameters, and the type of a half-precision alias."""
     run: Callable[..., Any]
+    borrowed: list[int]
+    """Outputs that may be views of an argument: they are copied, as a result must not change when the argument does."""
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
-        outputs: tuple[torch.Tensor, ...] = self.run(*self.arguments(inputs, parameters))
+        try:
+            outputs: tuple[torch.Tensor, ...] = self.run(*self.arguments(inputs, parameters))
+        except _USUAL_ERRORS as error:
+            raise could_not_run(error) from error
+        if self.borrowed:
+            return tuple(output.clone() if place in self.borrowed else output for place, output in enumerate(outputs))
         return outputs
 
     def plain(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
@@ -187,7 +209,25 @@ def make_graph(artifacts: Artifacts, options: EngineOptions, *, training: bool) 
     ]
     # GraphModule.__call__ only adds a traceback on errors; the forward itself is the function.
     run: Callable[..., Any] = torch.compile(translation.module) if options.compile else translation.module.forward
-    return TorchGraph(translation, [places[name] for name in translation.inputs], parameters, run)
+    return TorchGraph(translation, [places[name] for name in translation.inputs], parameters, run, borrowed_outputs(model.graph, outputs))
+
+
+_MAY_BE_VIEWS = frozenset(
+    {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Split", "Expand", "Gather"}
+    | {"Cast", "CastLike", "Dropout", "Concat", "Sum", "Max", "Min", "Mean", "Pad", "Tile", "Clip"}
+)
+
+
+def borrowed_outputs(graph: onnx.GraphProto, outputs: list[str]) -> list[int]:
+    """Which outputs may lie in the memory of one of the graph's inputs."""
+    producers = {name: node for node in graph.node for name in node.output}
+    found = []
+    for place, name in enumerate(outputs):
+        while name in producers and producers[name].op_type in _MAY_BE_VIEWS and producers[name].input:
+            name = producers[name].input[0]
+        if name not in producers:
+            found.append(place)
+    return found
 
 
 def _with_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:

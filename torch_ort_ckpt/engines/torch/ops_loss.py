@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .registry import MICROSOFT, Scalar, register_op
 
-_NO_CLASS = -100
-"""torch's way of saying that no label is ignored."""
+_NO_CLASS = -(2**62)
+"""That no label is ignored, said to PyTorch, which would leave -100 out by itself."""
 
 
 @register_op("SoftmaxCrossEntropyLoss")

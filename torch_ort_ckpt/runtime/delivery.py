@@ -1,0 +1,58 @@
+"""Gradients of a step without autograd, put where PyTorch's optimizers look for them."""
+
+from __future__ import annotations
+
+import threading
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Loop:
+    """What one step leaves for the next. Not attributes of the module, where setting one takes ten times as long."""
+
+    def __init__(self, overwrite: bool = False) -> None:
+        self.lock = threading.RLock()  # gradients of a step must be in place before another thread's step may use their memory
+        self.overwrite = overwrite  # lazy_reset_grad was called
+        self.gradients: Any = None  # of the last train_step
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Loop, (self.overwrite,)
+
+    def deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
+        """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
+        if self.overwrite and not all(map(_requires_grad, parameters)):
+            for parameter in parameters:
+                if not parameter.requires_grad:  # frozen since: it has no gradient any more, and an optimizer leaves it alone
+                    parameter.grad = None
+        pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[0].grad is not pair[1]]
+        if self.overwrite and pairs:
+            written = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.grad is gradient}
+            for parameter, _ in pairs:
+                if id(parameter) not in written:  # a tied parameter has several gradients, one of them in place already
+                    parameter.grad = None
+        old, new = [], []
+        for parameter, gradient in pairs:
+            current = parameter.grad
+            if not parameter.requires_grad:
+                continue
+            if current is None:
+                parameter.grad = gradient
+            else:
+                old.append(current)
+                new.append(gradient)
+        if old:
+            torch._foreach_add_(old, new)
+        self.gradients, self.overwrite = gradients, False
+
+
+def through_computed(parameters: list[torch.Tensor], gradients: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Hand the gradients of computed parameters on to what they are computed from; returns the other ones with theirs."""
+    pairs = list(zip(parameters, gradients, strict=True))
+    if computed := [pair for pair in pairs if not pair[0].is_leaf]:
+        torch.autograd.backward([value for value, _ in computed], [gradient.clone() for _, gradient in computed])
+    kept = [pair for pair in pairs if pair[0].is_leaf]
+    return [value for value, _ in kept], [gradient for _, gradient in kept]
