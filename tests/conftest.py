@@ -7,8 +7,12 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from .browser import find_chromium
+
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")  # a test says what is right, not how fast this machine is
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

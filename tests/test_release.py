@@ -24,6 +24,11 @@ def test_an_installed_package_is_this_version() -> None:
         assert importlib.metadata.version("torch-ort-ckpt") == toc.__version__
 
 
+def test_pytorch_is_one_whose_weights_only_holds() -> None:
+    """Before 2.6 `torch.load(weights_only=True)` can be made to run code (CVE-2025-32434)."""
+    assert re.search(r'^    "torch>=(.*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1] == "2.6"
+
+
 def test_the_package_has_its_data() -> None:
     assert (Path(toc.__file__).parent / "py.typed").is_file()
     assert render({"title": "t"}).startswith("<!doctype html>")

@@ -31,7 +31,7 @@ def run(function: Callable[..., None], *args: object) -> int | None:
     """Call a function of this module in a process of its own; the exit code."""
     process = forkserver.Process(target=function, args=args)
     process.start()
-    process.join(60)
+    process.join()
     return process.exitcode
 
 
@@ -93,6 +93,15 @@ def save_forever(path: Path, kinds: tuple[bool, bool], started: Connection) -> N
     """Save `old()` and `new()` in turn until someone kills this process."""
     started.send(None)
     while True:
+        for make, external in zip((new, old), kinds, strict=True):
+            toc.save(make(), path, external_data=external, durable=False)
+
+
+def save_many(path: Path, kinds: tuple[bool, bool], count: int, start: Connection) -> None:
+    """Say that this process is there, wait for an answer, then save `new()` and `old()` in turn so many times."""
+    start.send(None)
+    start.recv()
+    for _ in range(count):
         for make, external in zip((new, old), kinds, strict=True):
             toc.save(make(), path, external_data=external, durable=False)
 

@@ -29,7 +29,7 @@ from .graphs import (
 from .paths import refuse_url
 from .state import CheckpointState, split_half_suffix
 from .state import OptimizerSpec as OptimizerSpec
-from .storage import PathLike
+from .storage import PathLike, as_path, readable
 
 MODELS = ("training_model", "eval_model", "optimizer_model")
 CHECKPOINTS = ("checkpoint", "initial_checkpoint", "nominal_checkpoint")
@@ -55,9 +55,13 @@ class Artifacts:
         `prefix` is what stands before `training_model.onnx`; it is found where only one is there. `checkpoint` replaces the one in the
         folder. At least a training or an eval model must exist.
         """
-        for path in (folder, checkpoint):
-            refuse_url(path)
-        place = Path(folder)
+        refuse_url(checkpoint)
+        with readable(folder):
+            return cls._find(as_path(folder), prefix, checkpoint)
+
+    @classmethod
+    def _find(cls, place: Path, prefix: str | None, checkpoint: PathLike | CheckpointState | None) -> Artifacts:
+        folder = place
         if not place.is_dir():
             raise MissingFileError("no such folder", path=folder, remedy="Pass the folder that holds training_model.onnx.")
         files = current_files(place)

@@ -12,7 +12,7 @@ from .errors import CheckpointError
 from .formats import load
 from .formats.moments import own_step
 from .state import CheckpointState, OptimizerGroup, Value, is_string, same_number, same_tensor
-from .storage import PathLike, Progress, warn
+from .storage import PathLike, Progress, as_path, warn
 
 _CHUNK = 1 << 22  # elements: 32 MiB of float64
 _LISTED = 50
@@ -35,7 +35,7 @@ def average(
     if not sources:
         raise CheckpointError("nothing to average", remedy="Give at least one checkpoint.")
     given = _checked_weights(weights, len(sources))
-    labels = [os.fspath(source) if not isinstance(source, CheckpointState) else f"state {n}" for n, source in enumerate(sources)]
+    labels = [os.fspath(as_path(source)) if not isinstance(source, CheckpointState) else f"state {n}" for n, source in enumerate(sources)]
     states = [source if isinstance(source, CheckpointState) else load(source) for source in sources]
     own = [buffer for source, state in zip(sources, states, strict=True) if source is not state for buffer in state._buffers]
     for label, state in zip(labels, states, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .dtypes import short_name
-from .errors import CheckpointError
+from .errors import CheckpointError, printable
 from .formats import load
 from .state import CheckpointState, Value, is_string, nbytes, same_number, same_tensor
 from .storage import PathLike, Progress
@@ -33,8 +33,10 @@ class Difference:
 
     def __str__(self) -> str:
         if self.changed is None:
-            return f"{self.name}: {self.what}"
-        return f"{self.name}: {self.changed} of {self.total} elements, max |a-b| {self.max_abs:.3g}, relative {self.relative:.3g}"
+            return f"{printable(self.name)}: {printable(self.what)}"
+        return (
+            f"{printable(self.name)}: {self.changed} of {self.total} elements, max |a-b| {self.max_abs:.3g}, relative {self.relative:.3g}"
+        )
 
 
 @dataclass

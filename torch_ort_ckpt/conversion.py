@@ -15,7 +15,7 @@ from .formats import format_for, load, save
 from .names import NameMap
 from .paths import refuse_url
 from .state import CheckpointState, OptimizerGroup, Value, is_string, nbytes, same_ends, same_tensor
-from .storage import FileBuffer, PathLike, Progress, ReadBack
+from .storage import FileBuffer, PathLike, Progress, ReadBack, as_path
 
 _RELEASE_EVERY = 64 << 20
 
@@ -43,9 +43,9 @@ def convert(
     Formats come from the source's content and the destination's name unless given. `names` renames and transposes weights (a `NameMap`
     or a JSON file for `NameMap.from_dict`); `dtype` converts floating-point weights. Options belong to the destination's format.
     """
-    for path in (source, destination, names):
-        refuse_url(path)
-    target = to or format_for(destination)
+    refuse_url(names)
+    place = as_path(destination)
+    target = to or format_for(place)
     state = load(source, format=from_format, **(read_options or {}))
     buffers = state._buffers
     state = dataclasses.replace(
@@ -108,7 +108,7 @@ def as_dtype(state: CheckpointState, dtype: torch.dtype) -> CheckpointState:
 def read_name_map(path: PathLike) -> NameMap:
     refuse_url(path)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(as_path(path), encoding="utf-8") as file:
             content = json.load(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(

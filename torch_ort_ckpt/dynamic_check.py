@@ -13,7 +13,6 @@ from typing import Any
 import onnx
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from .errors import UnsupportedError
 from .graphs import all_nodes, is_random
@@ -113,7 +112,16 @@ def _native(module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
                 result = twin(*(value.clone() for value in inputs.values()))  # forward(*args)
             except Exception:
                 raise _ModuleError(f"{type(error).__name__}: {error}") from error
-    return [value.detach() for value in _pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+    return list(_tensors(result))
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a module's result in the order in which exporters number them."""
+    if isinstance(result, torch.Tensor):
+        yield result.detach()
+    elif isinstance(result, (list, tuple, Mapping)):
+        for part in result.values() if isinstance(result, Mapping) else result:
+            yield from _tensors(part)
 
 
 def _resized(inputs: Inputs, dynamic: Dynamic, name: str) -> Iterator[dict[str, torch.Tensor]]:

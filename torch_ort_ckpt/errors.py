@@ -23,7 +23,7 @@ class CheckpointError(Exception):
         remedy: str | None = None,
     ) -> None:
         self.message = message
-        self.path = os.fspath(path) if path is not None else None
+        self.path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
         self.field = field
         self.remedy = remedy or self.usual_remedy
         super().__init__(message)
@@ -31,7 +31,7 @@ class CheckpointError(Exception):
     def __str__(self) -> str:
         where = ": ".join(printable(part) for part in (self.path, self.field) if part)
         text = f"{where}: {printable(self.message)}" if where else printable(self.message)
-        return f"{text.rstrip('.')}. {self.remedy}" if self.remedy else text
+        return f"{text.rstrip('.')}. {printable(self.remedy)}" if self.remedy else text
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword arguments would be lost by the default reduction, and worker processes hand errors back pickled.
@@ -73,4 +73,11 @@ def printable(text: str) -> str:
     """Names come from files: keep control characters, lone surrogates and endless ones out of terminals and logs."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return without_controls(text)
+
+
+def without_controls(text: str, keep: str = "") -> str:
+    """The text with every character that is not printable (or in `keep`) written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -29,10 +29,9 @@ from .formats import save
 from .graphs import load_model, refuse_crashes, write_order
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .ort_builder import build_gradients
-from .paths import refuse_url
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
 from .state import CheckpointState
-from .storage import PathLike
+from .storage import PathLike, as_path
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +72,8 @@ def export_artifacts(
     - `exporter`: "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the older where it fails.
     - `overwrite`: replace artifacts that are already in `folder`.
     """
-    refuse_url(folder)
     tell = progress or (lambda text: _log.info("%s", text))
-    place = Path(folder)
+    place = as_path(folder)
     owns = functools.partial(_is_artifact, prefix)
     refuse_existing(place, owns, overwrite)
     inputs = _named_inputs(module, example_inputs)

@@ -19,15 +19,14 @@ from typing import BinaryIO
 
 from .errors import CheckpointError
 from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
-from .paths import refuse_url
-from .storage import PathLike, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
+from .storage import PathLike, as_path, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
 
 
 class PendingFolder:
     """A folder being written; `open` gives its files."""
 
     def __init__(self, path: PathLike) -> None:
-        self.target = Path(os.path.realpath(path))
+        self.target = Path(os.path.realpath(as_path(path)))
         self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
         self._folder = MarkedFolder(self.target, "new")
@@ -97,10 +96,9 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
     A folder that is already there is replaced only if `owns` knows every name in it: nothing that is not a checkpoint's is ever deleted.
     """
-    refuse_url(path)
     pending: PendingFolder | None = None
     try:
-        target = Path(os.path.realpath(path))
+        target = Path(os.path.realpath(as_path(path)))
         if os.path.lexists(target):
             _check_replaceable(target, owns)
         pending = PendingFolder(path)
@@ -118,8 +116,7 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
 def surviving(path: PathLike, *, quiet: bool = False) -> Path:
     """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
-    refuse_url(path)
-    place = Path(path)
+    place = as_path(path)
     if os.path.lexists(place) or (found := _interrupted(place)) is None:
         return place
     if quiet:
@@ -130,7 +127,7 @@ def surviving(path: PathLike, *, quiet: bool = False) -> Path:
 
 def repair(path: PathLike) -> bool:
     """Finish a save that was cut short between its two renames; returns whether there was anything to do."""
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(as_path(path)))
     with directory_lock(target.parent):
         if os.path.lexists(target) or (found := _interrupted(target)) is None:
             return False

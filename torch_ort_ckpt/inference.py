@@ -13,10 +13,9 @@ from .dtypes import ONNX_FROM_TORCH
 from .errors import CheckpointError, MissingFileError, UnsupportedError
 from .formats.onnx import write_model
 from .graphs import all_nodes
-from .paths import refuse_url
 from .repairs import cap_ir_version, typed_values
 from .state import nbytes
-from .storage import PathLike, tensor_bytes
+from .storage import PathLike, as_path, tensor_bytes
 
 INLINE_LIMIT = 1 << 30
 """Weights beyond this go into a file `<path>.<hash>.data` beside the model (a protobuf holds 2 GiB at most)."""
@@ -30,7 +29,7 @@ def export_inference(
     `outputs` may name any value of the eval graph; without it all extra outputs are taken, or the loss where there are none. Inputs that
     are then no longer needed (the labels) disappear.
     """
-    refuse_url(path)
+    path = as_path(path)
     if artifacts.eval is None:
         raise MissingFileError(
             "no eval_model.onnx to cut an inference model from", path=artifacts.folder, remedy="Export the artifacts with an eval model."

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from .errors import CheckpointError
+from .errors import CheckpointError, printable
 from .formats import detect, load, module
-from .paths import refuse_url
 from .state import CheckpointState, Value, is_string
-from .storage import PathLike, Progress
+from .storage import PathLike, Progress, as_path, readable
 
 _CHUNK = 1 << 22
 
@@ -35,22 +33,23 @@ def verify(path: PathLike, *, format: str | None = None, repair: bool = False, p
 
     `repair` completes a save that was interrupted between renaming its files.
     """
-    refuse_url(path)
+    place = as_path(path)
     result = Verification(str(path))
     try:
         result.format = format or detect(path)
         fix = getattr(module(result.format), "repair", None)
         if repair and fix is not None:
-            result.repaired = fix(Path(path))
+            with readable(place):
+                result.repaired = fix(place)
         state = load(path, format=result.format)
         for name, value in state.tensors():
             result.tensors += 1
-            result.problems += [f"{name}: {problem}" for problem in tensor_problems(value)]
+            result.problems += [printable(f"{name}: {problem}") for problem in tensor_problems(value)]
             for buffer in state._buffers:
                 buffer.release()
             if progress:
                 progress(0 if is_string(value) else value.nbytes)
-        result.problems += state_problems(state)
+        result.problems += map(printable, state_problems(state))
     except CheckpointError as error:
         result.problems.append(str(error))
     return result

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,16 +22,17 @@ import torch
 from torch import nn
 
 from .bridge import from_torch, group_from_torch
-from .errors import CheckpointError, MissingDependencyError
+from .errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
 from .formats import save
 from .formats.safetensors import files
 from .formats.torch import parameter_names
 from .paths import refuse_url
 from .state import CheckpointState
-from .storage import warn
+from .storage import as_path, readable, warn
 from .training import tree
 from .training.directory import pending_folder, recover, remove
 from .training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree
+from .training_graph import TrainingGraph
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 KEY = "torch_ort_ckpt"
@@ -62,19 +64,36 @@ def _checkpoint_io(plugins: Any) -> type:
             write_lightning(checkpoint, Path(path))
 
         def load_checkpoint(self, path: Any, map_location: Any = None, **options: Any) -> dict[str, Any]:
-            refuse_url(path)
-            if not os.path.lexists(path):
-                recover(Path(path))
-            if Path(path).is_dir():
-                return read_lightning(Path(path), map_location)
-            found: dict[str, Any] = plugins.TorchCheckpointIO().load_checkpoint(path, map_location, **options)
-            return found
+            place = as_path(path)
+            if not os.path.lexists(place):
+                recover(place)
+            if place.is_dir():
+                return read_lightning(place, map_location)
+            return _load_file(place, map_location, options.get("weights_only") is not False)
 
         def remove_checkpoint(self, path: Any) -> None:
             refuse_url(path)
             _remove(Path(path))
 
     return OrtCheckpointIO
+
+
+def _load_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
+    """Lightning's own file. Before 2.6 Lightning unpickled it whatever it held; here only with its `weights_only=False`."""
+    if not path.exists():
+        raise MissingFileError("no such file", path=path)
+    try:
+        with readable(path):
+            found: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise UnsupportedError(
+            "holds Python objects that only unsafe unpickling could read",
+            path=path,
+            remedy="If you trust the file, pass weights_only=False to the Trainer's fit, validate or test.",
+        ) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CorruptFileError(f"torch.load can't read it ({type(error).__name__})", path=path) from error
+    return found
 
 
 def _callback(pl: Any) -> type:
@@ -139,12 +158,12 @@ def training_state(trainer: Any, part: str | None = None, *, include_optimizer: 
     chosen = root.get_submodule(part) if part is not None else _only_graph(root) or root
     optimizer = trainer.optimizers[0] if include_optimizer and trainer.optimizers else None
     properties: dict[str, int | float | str] = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-    if hasattr(chosen, "load_checkpoint") and hasattr(chosen, "seed_dropout"):
-        take: Any = chosen.checkpoint
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if inner is None or hasattr(inner, "checkpoint_step"):
-            state: CheckpointState = take(inner, properties=properties)
-            return state
+    if isinstance(chosen, TrainingGraph):
+        from .runtime.optimizer import OrtOptimizer  # brings onnx, which such a module has brought already
+
+        inner = _unwrapped(optimizer)
+        if inner is None or isinstance(inner, OrtOptimizer):
+            return chosen.checkpoint(inner, properties=properties)
     held = {id(parameter) for parameter in chosen.parameters()}
     whole = optimizer is not None and all(id(p) in held for group in optimizer.param_groups for p in group["params"])
     return from_torch(chosen, optimizer if whole else None, properties=properties)
@@ -170,7 +189,18 @@ def read_lightning(path: Path, map_location: Any = None) -> dict[str, Any]:
     entry.verify()
     content: dict[str, Any] = entry.shared(entry.state().clone())
     if isinstance(map_location, (str, torch.device)):
-        content = torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value.to(map_location), content)
+        content = _moved(content, map_location)
+    return content
+
+
+def _moved(content: Any, device: str | torch.device) -> Any:
+    """Plain data with its tensors on the device."""
+    if isinstance(content, torch.Tensor):
+        return content.to(device)
+    if type(content) is dict:
+        return {key: _moved(value, device) for key, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(_moved(value, device) for value in content)
     return content
 
 
@@ -192,8 +222,15 @@ def _state_of(checkpoint: Mapping[str, Any], path: Path) -> CheckpointState:
 
 
 def _only_graph(root: nn.Module) -> nn.Module | None:
-    found = [module for module in root.modules() if hasattr(module, "seed_dropout") and hasattr(module, "load_checkpoint")]
+    found = [module for module in root.modules() if isinstance(module, TrainingGraph)]
     return found[0] if len(found) == 1 else None
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside Lightning's own wrapper."""
+    modules = [sys.modules.get(f"{package}.core.optimizer") for package in PACKAGES.values()]
+    kinds = tuple(module.LightningOptimizer for module in modules if module is not None)
+    return optimizer.optimizer if isinstance(optimizer, kinds) else optimizer
 
 
 def _remove(path: Path) -> None:

@@ -289,6 +289,12 @@ def joined_aliases(state: CheckpointState) -> dict[str, Value]:
     return named
 
 
+def same_aliases(a: CheckpointState, b: CheckpointState) -> bool:
+    """Whether two states over the same tensors take the same ones for aliases of the same weights."""
+    first, second = a.mixed_precision, b.mixed_precision
+    return first.keys() == second.keys() and all(first[name] is alias for name, alias in second.items())
+
+
 def check_aliases(state: CheckpointState, path: PathLike | None = None) -> None:
     """Raise if an alias disagrees with its master."""
     if stale := state.stale_aliases():

@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from . import properties as names
 from .errors import CheckpointError
 from .paths import refuse_url
 from .state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string
-from .storage import PathLike
+from .storage import PathLike, as_path
 
 COLUMN, ROW, WHOLE = 0, 1, -1
 """ORT's numbers for the axis that Megatron cut: the last, the first, none."""
@@ -158,7 +157,7 @@ class PartitionPlan:
         refuse_url(source)
         path = None if isinstance(source, Mapping) else source
         try:
-            content = dict(source) if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8"))
+            content = dict(source) if isinstance(source, Mapping) else json.loads(as_path(source).read_text(encoding="utf-8"))
             values = {key: _tuples(value) for key, value in content.items()}
             return cls(**values)
         except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .dtypes import HALF_SUFFIXES, short_name
-from .errors import CheckpointError
+from .errors import CheckpointError, printable
 
 Value: TypeAlias = Any
 """A `torch.Tensor`, or a numpy object array for string tensors (PyTorch has none)."""
@@ -240,7 +240,7 @@ class CheckpointState:
             parts.append(f"{len(self.mixed_precision)} half-precision aliases")
         for name, group in self.optimizer.items():
             size = sum(_total(states) for states in group.states.values())
-            parts.append(f"{name}: step {group.step}, {len(group.states)} states ({format_bytes(size)})")
+            parts.append(f"{printable(name)}: step {group.step}, {len(group.states)} states ({format_bytes(size)})")
         parts.append(f"{len(self.properties)} properties")
         if self.partitions:
             parts.append(f"{len(self.partitions)} partitioned")
@@ -338,8 +338,15 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 def nbytes(value: Value) -> int:
     """Size of the tensor's elements; for string tensors of their UTF-8 text."""
     if is_string(value):
-        return sum(len(str(text).encode("utf-8", "surrogateescape")) for text in value.reshape(-1).tolist())
+        return sum(_text_size(str(text)) for text in value.reshape(-1).tolist())
     return 0 if value.is_meta else int(value.numel() * value.element_size())
+
+
+def _text_size(text: str) -> int:
+    try:
+        return len(text.encode("utf-8", "surrogateescape"))  # bytes that were not UTF-8 count as they were
+    except UnicodeEncodeError:
+        return len(text.encode("utf-8", "surrogatepass"))
 
 
 def format_bytes(size: float) -> str:

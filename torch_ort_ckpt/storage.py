@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import numpy as np
 import torch
 
-from .errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError
+from .errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError, printable
 from .paths import refuse_url
 from .state import Value, byte_view, same_bytes
 
@@ -31,6 +31,24 @@ Progress = Callable[[int], None]
 
 ALIGNMENT = 64
 """Where tensor data starts in files we write: a cache line, and enough for every element type."""
+
+
+def as_path(path: Any) -> Path:
+    """A path that someone gave us, as `Path`. Whatever is none (bytes, a number, an open file) is refused here rather than by the system,
+    which takes a number for an open file."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        kind = f"{type(path).__name__}{' of bytes' if text is not None else ''}"
+        remedy = "Pass the name of a file or folder."
+        if isinstance(path, bytes) or text is not None:
+            remedy = "Decode it with os.fsdecode()."
+        elif hasattr(path, "read"):
+            remedy = "Pass the name of the file; what is in memory must be written to a file first."
+        raise CheckpointError(f"expected a path (text or os.PathLike), not {kind}", remedy=remedy)
+    if "\0" in text:
+        raise CheckpointError("a path with a zero character in it", path=text, remedy="Check where the path comes from.")
+    refuse_url(path)
+    return Path(text)
 
 
 class FileBuffer:
@@ -93,6 +111,21 @@ def open_file(path: str) -> BinaryIO:
         os.close(descriptor)
         raise CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+@contextlib.contextmanager
+def readable(path: Any) -> Iterator[None]:
+    """What the system says about a file or folder that can't be looked at, as our error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"can't be read ({error.strerror or error})",
+            path=error.filename if isinstance(error.filename, str) else path,
+            remedy="Check the path and its permissions.",
+        ) from error
 
 
 def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
@@ -248,8 +281,7 @@ class PendingFile:
     """A finished or unfinished temporary beside its target; `commit` is the rename."""
 
     def __init__(self, path: PathLike) -> None:
-        refuse_url(path)
-        self.target = Path(os.path.realpath(path))  # through a symbolic link, as an in-place write would go
+        self.target = Path(os.path.realpath(as_path(path)))  # through a symbolic link, as an in-place write would go
         self.committed = False
         self._mark: int | None = None
         try:
@@ -410,4 +442,4 @@ def warn(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back and os.path.abspath(frame.f_code.co_filename).startswith(prefix):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, CheckpointWarning, stacklevel=level)
+    warnings.warn(printable(message), CheckpointWarning, stacklevel=level)

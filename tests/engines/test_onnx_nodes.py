@@ -98,4 +98,5 @@ def assert_equal(found: Any, expected: Any, case: Any) -> None:
     assert found.dtype == reference.dtype
     assert found.shape == reference.shape
     kind = torch.float64 if reference.is_floating_point() else reference.dtype
-    torch.testing.assert_close(found.to(kind), reference.to(kind), rtol=case.rtol, atol=case.atol, equal_nan=True)
+    atol = max(case.atol, 1e-6) if "_dft" in case.name else case.atol  # sums of up to 100 numbers, whose imaginary parts should be 0
+    torch.testing.assert_close(found.to(kind), reference.to(kind), rtol=case.rtol, atol=atol, equal_nan=True)

@@ -71,7 +71,7 @@ TRAINING: dict[str, Callable[[dict[str, Any]], Any]] = {
     "split in two": split,
     "another name": lambda groups: groups.update(mine=groups.pop("group0")),
     "a second group": lambda groups: groups.update(second=toc.OptimizerGroup(1)),
-    "other moments": lambda groups: [each.update(zeta=each.pop("momentum0"), xi=each.pop("momentum1")) for each in groups["group0"].states.values()],
+    "other moments": lambda groups: [each.update(zeta=each.pop("momentum0")) for each in groups["group0"].states.values()],
     "more moments": lambda groups: [each.update(zeta=torch.ones(3)) for each in groups["group0"].states.values()],
     "a stranger": lambda groups: groups["group0"].states.update(stranger={"momentum0": torch.ones(2), "momentum1": torch.ones(2)}),
     "double moments": lambda groups: groups["group0"].states["fc1.bias"].update(momentum0=torch.zeros(16, dtype=torch.float64)),

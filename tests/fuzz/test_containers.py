@@ -12,6 +12,7 @@ import torch
 import torch_ort_ckpt as toc
 
 from ..truth import Truth
+from .codecs import ARCHIVE, MODEL, OBJECTS, SAFETENSORS
 from .mutate import PARTS, Sample, Spot, files_per_part, run, sample
 
 STATES = ("fbv2_ort1_19_2_adamw_full", "fbv2_ort1_19_2_strings", "fbv2_ort1_19_2_dtypes")
@@ -36,11 +37,11 @@ def samples_of(format: str, folder: Path) -> list[Sample]:
             for limit in (1 << 30, 500):
                 place = folder / f"{name}-{limit}" / "checkpoint"
                 toc.save(state, place, format="safetensors", include_mixed_precision=True, max_shard_size=limit)
-                found.append(sample(place, header_spots))
+                found.append(sample(place, header_spots, SAFETENSORS))
         else:
             (folder / name).mkdir()
             toc.save(state, folder / name / "checkpoint.pt", format="torch", include_mixed_precision=True)
-            found.append(sample(folder / name / "checkpoint.pt", zip_spots))
+            found.append(sample(folder / name / "checkpoint.pt", zip_spots, OBJECTS, ARCHIVE))
     return found
 
 
@@ -75,7 +76,7 @@ def test_mutants_of_models_load_or_are_refused(part: int, tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
         content = (Truth(STATES[0]).folder / f"{name}.onnx").read_bytes()
         (tmp_path / name / "checkpoint.onnx").write_bytes(content)
-        found.append(sample(tmp_path / name / "checkpoint.onnx"))
+        found.append(sample(tmp_path / name / "checkpoint.onnx", None, MODEL))
     report = run(found, tmp_path, seed=part, files=files_per_part(400), format="ort")
     print(report)
     assert report.loaded or report.files < 500

@@ -11,25 +11,15 @@ import torch
 import torch_ort_ckpt as toc
 
 from ..truth import Truth, fixtures
+from .codecs import FLATBUFFER, SCHEMA
 from .mutate import PARTS, Sample, Spot, files_per_part, run, sample
 
-SCHEMA: dict[str, dict[int, str]] = {
-    "Checkpoint": {0: "int32", 1: "ModuleState", 2: "[OptimizerGroup]", 3: "PropertyBag"},
-    "ModuleState": {0: "[Tensor]", 1: "[Tensor]", 2: "bool", 3: "bool"},
-    "OptimizerGroup": {0: "string", 1: "int64", 2: "float", 3: "[ParameterState]"},
-    "ParameterState": {0: "string", 1: "[Tensor]"},
-    "PropertyBag": {0: "[IntProperty]", 1: "[FloatProperty]", 2: "[StringProperty]"},
-    "IntProperty": {0: "string", 1: "int64"},
-    "FloatProperty": {0: "string", 1: "float"},
-    "StringProperty": {0: "string", 1: "string"},
-    "Tensor": {0: "string", 1: "string", 2: "[int64]", 3: "int32", 4: "[uint8]", 5: "[string]", 6: "int64"},
-}
-SIZES = {"int32": 4, "float": 4, "int64": 8, "bool": 1, "uint8": 1}
+SIZES = {"int32": 4, "float32": 4, "int64": 8, "bool": 1}
 
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    found = [sample(Truth(name).checkpoint, spots) for name in fixtures("fbv")]
+    found = [sample(Truth(name).checkpoint, spots, FLATBUFFER) for name in fixtures("fbv")]
     ours = tmp_path_factory.mktemp("ours")
     for name in ("fbv2_ort1_19_2_adamw_full", "fbv2_ort1_19_2_strings", "fbv2_ort1_19_2_dtypes"):
         state = toc.load(Truth(name).checkpoint)
@@ -43,7 +33,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
             place = ours / f"{name}-{external}"
             place.mkdir()
             toc.save(state, place / "checkpoint", include_mixed_precision=True, external_data=external)
-            found.append(sample(place / "checkpoint", spots))
+            found.append(sample(place / "checkpoint", spots, FLATBUFFER))
     return found
 
 
@@ -92,7 +82,7 @@ def _value(data: bytes, position: int, kind: str, found: list[Spot]) -> None:
         return
     found.append(Spot(target, 4))  # the count of a vector or string
     item = kind.strip("[]")
-    if kind == "string" or item == "uint8":
+    if kind in ("string", "bytes"):
         found.append(Spot(target + 4, 1))
         return
     for index in range(struct.unpack_from("<I", data, target)[0]):

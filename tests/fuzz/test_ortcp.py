@@ -10,6 +10,7 @@ import pytest
 import torch_ort_ckpt as toc
 
 from ..truth import Truth, fixtures
+from .codecs import HDF5
 from .mutate import PARTS, Sample, Spot, files_per_part, run, sample
 
 MAGICS = (b"TREE", b"SNOD", b"HEAP", b"GCOL", b"OHDR", b"FRHP", b"BTHD")
@@ -21,10 +22,10 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     for name in fixtures("ortcp"):
         truth = Truth(name)
         if isinstance(truth.json["checkpoint"], str):
-            found.append(sample(truth.checkpoint, spots))
+            found.append(sample(truth.checkpoint, spots, HDF5))
         else:
             files = {file: (truth.folder / file).read_bytes() for file in truth.json["checkpoint"]}
-            found.append(Sample(name, files, ".", {file: spots(content) for file, content in files.items()}))
+            found.append(Sample(name, files, ".", {file: spots(content) for file, content in files.items()}, (HDF5,)))
     ours = tmp_path_factory.mktemp("ours")
     state = toc.load(Truth("ortcp_ort1_12_0_adam").checkpoint)
     state.properties["third"] = 1 / 3
@@ -33,7 +34,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     with h5py.File(ours / "b.ortcp", "w", libver="latest") as new, h5py.File(ours / "a.ortcp") as old:
         for key in old:
             old.copy(key, new)
-    return [*found, sample(ours / "a.ortcp", spots), sample(ours / "b.ortcp", spots)]
+    return [*found, sample(ours / "a.ortcp", spots, HDF5), sample(ours / "b.ortcp", spots, HDF5)]
 
 
 @pytest.mark.parametrize("part", range(PARTS))

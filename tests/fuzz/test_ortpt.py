@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from ..truth import Truth, fixtures
+from .codecs import ARCHIVE, OBJECTS
 from .mutate import PARTS, Sample, Spot, files_per_part, run
+
+CODECS = (OBJECTS, ARCHIVE)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def samples() -> list[Sample]:
         single = isinstance(truth.json["checkpoint"], str)
         names = [truth.json["checkpoint"]] if single else truth.json["checkpoint"]
         files = {file: (truth.folder / file).read_bytes() for file in names}
-        found.append(Sample(name, files, names[0] if single else ".", {file: spots(content) for file, content in files.items()}))
+        found.append(Sample(name, files, names[0] if single else ".", {file: spots(content) for file, content in files.items()}, CODECS))
     return found
 
 
@@ -28,7 +31,7 @@ def samples() -> list[Sample]:
 def test_mutants_load_or_are_refused(part: int, samples: list[Sample], tmp_path: Path) -> None:
     report = run(samples, tmp_path, seed=part, files=files_per_part(1000), format="ort", groups="keep")
     print(report)
-    assert report.loaded > report.files // 20
+    assert report.loaded or report.files < 500  # checksums leave few
     assert sum(report.refused.values()) > report.files // 4
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch_ort_ckpt as toc
 
 from ..truth import Truth, fixtures
+from .codecs import SEQUENCE
 from .mutate import PARTS, Sample, Spot, files_per_part, run, sample
 
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    found = [sample(Truth(name).checkpoint, spots) for name in fixtures("pbseq")]
+    found = [sample(Truth(name).checkpoint, spots, SEQUENCE) for name in fixtures("pbseq")]
     state = toc.load(Truth("pbseq_ort1_15_1_adamw_full").checkpoint)
     state.optimizer["group0"].lr = 0.5
     state.optimizer["group0"].states["fc1.bias"].pop("momentum1")
@@ -22,7 +23,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     state.partitions["fc1.bias"] = toc.PartitionInfo((32,), 0)
     ours = tmp_path_factory.mktemp("ours") / "checkpoint"
     toc.save(state, ours, format="pbseq")
-    return [*found, sample(ours, spots)]
+    return [*found, sample(ours, spots, SEQUENCE)]
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -9,6 +9,7 @@ import pytest
 import torch_ort_ckpt as toc
 
 from ..truth import Truth, fixtures
+from .codecs import SEQUENCE
 from .mutate import PARTS, Sample, Spot, files_per_part, run, sample
 from .test_pbseq import spots as sequence_spots
 
@@ -41,4 +42,4 @@ def _sample(checkpoint: Path) -> Sample:
     spots = {name: sequence_spots(content) for name, content in plain.files.items() if name.endswith(".pbseq")}
     described = plain.files["tensors.pbseq"]
     spots["tensors.pbseq"] += [Spot(place, 1) for place, byte in enumerate(described) if chr(byte).isdigit()]
-    return Sample(plain.name, plain.files, plain.target, spots)
+    return Sample(plain.name, plain.files, plain.target, spots, (SEQUENCE,))

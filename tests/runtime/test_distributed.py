@@ -30,7 +30,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -56,7 +56,7 @@ def _fork(number: int, ranks: int, port: int, arguments: list[str], folder: Path
 
 
 def _wait(children: list[int]) -> list[int]:
-    """Exit codes; as `torchrun` does, the others are ended some time after one has failed."""
+    """Exit codes. The others notice by themselves when one has failed; they are ended only if that takes minutes."""
     codes: dict[int, int] = {}
     failed: float | None = None
     while len(codes) < len(children):
@@ -65,7 +65,7 @@ def _wait(children: list[int]) -> list[int]:
                 codes[child] = os.waitstatus_to_exitcode(found[1])
         if failed is None and any(codes.values()):
             failed = time.monotonic()
-        if failed is not None and time.monotonic() - failed > 15:
+        if failed is not None and time.monotonic() - failed > 200:
             for child in children:
                 if child not in codes:
                     with contextlib.suppress(ProcessLookupError):

@@ -23,7 +23,7 @@ def launch(*runs: tuple[Any, ...]) -> list[dict[str, Any]]:
     plan = [[ranks, [str(argument) for argument in arguments]] for ranks, *arguments in runs]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "tests.training.forked", json.dumps(plan)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     return [{**report["result"], "codes": report["codes"], "errors": report["errors"]} for report in reports]
@@ -98,9 +98,7 @@ def test_under_torchrun_a_failing_rank_ends_the_job_and_a_restart_resumes(tmp_pa
     def torchrun(*arguments: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.training.worker"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            [*command, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=140, check=False
-        )
+        return subprocess.run([*command, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
     failed = torchrun(tmp_path, 8, "--fail", 5)
     assert failed.returncode != 0

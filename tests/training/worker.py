@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ def main() -> None:
     parser.add_argument("--fail", type=int, help="the last rank raises at this step")
     parser.add_argument("--plain-loader", action="store_true", help="an ordinary shuffling loader, which the runner must shard")
     parser.add_argument("--dcp", help="write the trained state here, all ranks together")
-    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--on-save-error", default="raise")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -61,8 +59,6 @@ def main() -> None:
         kill_in_save(options.die)
 
     def watch(event: Event) -> None:
-        if options.pause:
-            time.sleep(options.pause)
         if distributed.rank() == distributed.world_size() - 1 and event.kind == "step":
             if event.step == options.term:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -133,7 +133,7 @@ def _add_convert(subparsers: Any) -> None:
     parser.add_argument(
         "--mixed-precision",
         action="store_true",
-        help="write the half-precision aliases too (no release of ORT reads an ort file with them)",
+        help="write the half-precision aliases too (ort: no release of ORT reads them)",
     )
     parser.add_argument("--upcast-half", action="store_true", help="give weights that exist only as <w>_fp16 an fp32 master")
     parser.add_argument("--version", type=int, choices=(1, 2), help="ort: 1 for devices on ORT 1.16 / 1.17, 2 (default) for 1.18 and later")

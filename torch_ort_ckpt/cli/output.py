@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from ..errors import printable
+from ..errors import printable, without_controls
 from ..storage import Progress as Advance
 
 
@@ -32,7 +32,7 @@ def console() -> Console:
 
 def print_line(markup: str) -> None:
     """One line, however long."""
-    console().print(markup, soft_wrap=True)
+    console().print(without_controls(markup, keep="\n"), soft_wrap=True)
 
 
 def error_console() -> Console:
@@ -40,7 +40,8 @@ def error_console() -> Console:
 
 
 def print_error(message: str) -> None:
-    error_console().print(f"[bold red]error:[/] {escape(message)}")
+    text = without_controls(message, keep="\n")
+    error_console().print(f"[bold red]error:[/] {escape(text)}")
 
 
 def print_warning(message: Any, *_: Any, **__: Any) -> None:
@@ -50,7 +51,8 @@ def print_warning(message: Any, *_: Any, **__: Any) -> None:
 
 def print_json(content: Any) -> None:
     """For programs: plain, one document. NaN and infinity, which JSON lacks, become strings."""
-    print(json.dumps(_finite(content), indent=2, ensure_ascii=False))
+    text = json.dumps(_finite(content), indent=2, ensure_ascii=False)
+    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))  # JSON itself leaves 0x7f to 0x9f as they are
 
 
 def _finite(content: Any) -> Any:
@@ -66,9 +68,9 @@ def _finite(content: Any) -> Any:
 def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[Any]], right: Iterable[str] = ()) -> Table:
     """A table; columns named in `right` are aligned to the right."""
     aligned = set(right)
-    result = Table(title=escape(title) if title else None, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    result = Table(title=escape(printable(title)) if title else None, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for name in columns:
-        result.add_column(name, justify="right" if name in aligned else "left", overflow="fold")
+        result.add_column(escape(printable(name)), justify="right" if name in aligned else "left", overflow="fold")
     for row in rows:
         result.add_row(*(escape(printable(str(cell))) for cell in row))
     return result

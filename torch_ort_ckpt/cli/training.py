@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from ..errors import CheckpointError, MissingDependencyError, MissingFileError
 from ..paths import refuse_url
 from ..state import format_bytes
 from ..storage import PathLike
 from .output import console, print_json, print_line, table
+from .writing import escaped
 
 SAVED = "run.json"
 """The configuration of a run, kept in its checkpoint directory for `resume`."""
@@ -142,7 +141,7 @@ def train(content: Mapping[str, Any], folder: Path, steps: int | None = None) ->
     result = TrainingRunner(model, optimizer, config).run(*loaders)
     if distributed.rank() == 0:
         resumed = f", resumed from step {result.resumed_from}" if result.resumed_from is not None else ""
-        metrics = "".join(f", {escape(name)} {value:.5g}" for name, value in result.metrics.items())
+        metrics = "".join(f", {escaped(name)} {value:.5g}" for name, value in result.metrics.items())
         if result.resumed_from == result.step:
             print_line(f"step {result.step}, {result.weight_updates} updates: nothing left to do. --steps N trains further.")
         else:

@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..dtypes import short_name
 from ..errors import UnsupportedError
+from ..pytorch_private import to_dlpack
 
 ALIASABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
@@ -33,8 +34,8 @@ def to_ort(tensor: torch.Tensor) -> Any:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype is torch.bool:
-        return _borrow()(torch._C._to_dlpack(tensor.view(torch.uint8)), True)
-    return _borrow()(torch._C._to_dlpack(tensor), False)
+        return _borrow()(to_dlpack(tensor.view(torch.uint8)), True)
+    return _borrow()(to_dlpack(tensor), False)
 
 
 def from_ort(value: Any, is_bool: bool = False) -> torch.Tensor:

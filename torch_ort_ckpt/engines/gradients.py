@@ -6,7 +6,6 @@ for as long as the user likes. The storage's reference count tells, whoever hold
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from ..pytorch_private import counts_tensor_uses, foreach_mul_, storage_uses, strided_view, tensor_uses
 from .memory import Shape, layout
 
 Lease = list[torch.Tensor]
@@ -62,7 +62,7 @@ class GradientBuffer:
         """The gradients in `flats`, which have this buffer's layout, in the order of the parameters."""
         found: list[Any] = [None] * sum(self._counts)
         for index, kind, shape, strides, start in self._single:
-            found[index] = _view(flats[kind], shape, strides, start)
+            found[index] = strided_view(flats[kind], shape, strides, start)
         for indices, kind, shape, strides, start in self._together:
             for index, view in zip(indices, flats[kind].as_strided(shape, strides, start).unbind(0), strict=True):
                 found[index] = view
@@ -70,11 +70,11 @@ class GradientBuffer:
 
     def steady_views(self) -> list[torch.Tensor]:
         """The gradients as the same tensor objects each time: making 300 views anew costs more than a small model's step."""
-        if not hasattr(torch.Tensor, "_use_count"):  # older PyTorch can't tell whether such an object is in use
+        if not counts_tensor_uses():  # nobody could tell whether such an object is in use
             return self.views(self._flats)
         if self._steady is None:
             self._steady = self.views(self._flats)
-            self._steady_counts = _counts(self._steady)
+            self._steady_counts = tensor_uses(self._steady)
             self._baseline = [before + views for before, views in zip(self._baseline, self._counts, strict=True)]
         return self._steady
 
@@ -87,19 +87,19 @@ class GradientBuffer:
 
     def settle(self) -> None:
         """Remember how often the memory is referred to now, when nobody outside does."""
-        self._baseline = [_use_count(flat) for flat in self._flats]
+        self._baseline = [storage_uses(flat) for flat in self._flats]
 
     def moved(self) -> bool:
         """Whether somebody has put the memory elsewhere, where the binding does not write: all of it, as `share_memory_` of a gradient
         does, or a steady view's, as `gradient.data = ...` does."""
         if [flat.data_ptr() for flat in self._flats] != self._addresses:
             return True
-        return any(_use_count(flat) < least for flat, least in zip(self._flats, self._baseline, strict=True))
+        return any(storage_uses(flat) < least for flat, least in zip(self._flats, self._baseline, strict=True))
 
     def free(self) -> bool:
-        if [_use_count(flat) for flat in self._flats] != self._baseline:
+        if [storage_uses(flat) for flat in self._flats] != self._baseline:
             return False
-        return self._steady is None or _counts(self._steady) == self._steady_counts
+        return self._steady is None or tensor_uses(self._steady) == self._steady_counts
 
 
 class GradientPool:
@@ -133,7 +133,7 @@ class GradientPool:
 def scale(gradients: Sequence[torch.Tensor], grad_loss: torch.Tensor) -> None:
     """What the user made of the loss before `backward`. A GPU is not asked whether it is 1."""
     if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
-        torch._foreach_mul_(list(gradients), grad_loss.reshape(()))
+        foreach_mul_(list(gradients), grad_loss.reshape(()))
 
 
 def spent() -> UnsupportedError:
@@ -147,23 +147,6 @@ def refuse_second_derivative(remedy: str) -> None:
     """Raise inside a backward that was asked for a graph over the gradients (only then is grad mode on): they come without one."""
     if torch.is_grad_enabled():
         raise UnsupportedError("create_graph=True: the gradients of this engine can't be differentiated again", remedy=remedy)
-
-
-# Before PyTorch 2.6 a backward can't tell whether it may be followed by another: its gradients are then copies.
-keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-
-# Inductor's way to make a view takes a third of the time, as it does without everything that views need for autograd.
-_view: Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor] = getattr(
-    torch._C._dynamo.guards, "_reinterpret_tensor", torch.Tensor.as_strided
-)
-
-
-def _use_count(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def _counts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(sys.getrefcount(tensor), tensor._use_count()) for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def _strides(shape: Shape) -> Shape:

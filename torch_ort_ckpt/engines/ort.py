@@ -27,10 +27,11 @@ from ..graphs import (
     refuse_crashes,
     unbias_statistics,
 )
+from ..pytorch_private import keeps_graph
 from ..storage import warn
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
-from .gradients import GradientBuffer, GradientPool, Lease, keeps_graph, refuse_second_derivative, scale, spent
+from .gradients import GradientBuffer, GradientPool, Lease, refuse_second_derivative, scale, spent
 from .labels import check_labels
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 

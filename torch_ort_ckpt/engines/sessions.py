@@ -12,6 +12,7 @@ from ..artifacts import Artifacts
 from ..dtypes import short_name
 from ..errors import CheckpointError, MissingDependencyError, UnsupportedError
 from ..graphs import TensorSpec
+from ..pytorch_private import foreach_copy_
 from ..state import split_half_suffix
 from . import EngineOptions, Tensors, cuda
 from .dlpack import as_input, from_ort, to_ort
@@ -119,7 +120,7 @@ class Binding:
             self._aliases = [master.to(dtype) for master, (_, _, dtype) in zip(masters, self.owner.aliases, strict=True)]
             for alias, (_, name, _) in zip(self._aliases, self.owner.aliases, strict=True):
                 self.io.bind_ortvalue_input(name, to_ort(alias))
-        torch._foreach_copy_(self._aliases, masters)
+        foreach_copy_(self._aliases, masters)
 
 
 def make_session(model: bytes | str, options: EngineOptions) -> Any:

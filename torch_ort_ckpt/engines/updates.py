@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..artifacts import OptimizerSpec
+from ..pytorch_private import foreach_add_, foreach_mul_, foreach_norm, fused_adamw_
 from . import Tensors
 
 
@@ -41,7 +42,7 @@ class TorchUpdater:
         if spec.max_norm is not None:
             clip_gradients(gradients, spec.max_norm)
         if spec.kind == "SGD":
-            torch._foreach_add_(parameters, gradients, alpha=-update.lr)
+            foreach_add_(parameters, gradients, alpha=-update.lr)
             return True
         lr, eps, decay = update.lr, spec.eps, spec.weight_decay
         beta1, beta2 = spec.betas
@@ -56,7 +57,7 @@ class TorchUpdater:
         if self._step.device != device:
             self._step = torch.zeros((), device=device)
         steps = [self._step.fill_(update.step)] * len(parameters)
-        torch._fused_adamw_(
+        fused_adamw_(
             parameters,
             gradients,
             list(update.first),
@@ -72,12 +73,12 @@ class TorchUpdater:
             maximize=False,
         )
         if spec.adam_mode == 1 and decay:
-            torch._foreach_mul_(parameters, 1 - update.lr * decay)
+            foreach_mul_(parameters, 1 - update.lr * decay)
         return True
 
 
 def clip_gradients(gradients: list[torch.Tensor], max_norm: float) -> None:
     """As ORT's InplaceClipGradNorm: scale all gradients so that their common norm is at most `max_norm`."""
-    norms = torch._foreach_norm(gradients)
+    norms = foreach_norm(gradients)
     total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
-    torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))

@@ -29,10 +29,11 @@ from ..aggregation import merge_ranks
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
 from ..folders import surviving
 from ..names import check_aliases
-from ..paths import refuse_url
 from ..properties import WORLD_RANK
 from ..state import CheckpointState
-from ..storage import PathLike, Progress, warn
+from ..storage import PathLike, Progress, as_path, readable, warn
+from .soundness import check_loaded, check_saved
+from .writability import check_state
 
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
@@ -49,6 +50,11 @@ _FOLDERS = ("pbseq", "runner", "dcp")
 
 def detect(path: PathLike) -> str:
     """Which format this file or folder is in, from its content. For a folder of rank files: theirs."""
+    with readable(path):
+        return _detect(path)
+
+
+def _detect(path: PathLike) -> str:
     place = _found(path)
     try:
         mode = place.stat().st_mode
@@ -83,11 +89,14 @@ def load(
     is renamed or deleted keeps serving. A file that another program overwrites *in place* (ORT does) does not: use `mmap=False` then.
     `strict=True` turns a half-precision alias that disagrees with its master into an error. Other options belong to the format.
     """
-    ranks = _ranks(path, format)
+    with readable(path):
+        ranks = _ranks(path, format)
     if ranks is None:
         place = _found(cast(PathLike, path))
         name = format or detect(place)
-        state: CheckpointState = _call(module(name).read, name, place, mmap=mmap, **options)
+        with readable(place):
+            state: CheckpointState = _call(module(name).read, name, place, mmap=mmap, **options)
+        check_loaded(state, place)
     else:
         state = _load_ranks(path, ranks, format=format, mmap=mmap, **options)
     if strict:
@@ -108,7 +117,8 @@ def merge(
     Ranks know their place. `stages=True` is for pipeline stages that do not: they are taken in the order given. A single path is a folder
     or a glob of all of them.
     """
-    if isinstance(states_or_paths, (str, os.PathLike)):
+    if not isinstance(states_or_paths, Sequence) or isinstance(states_or_paths, (str, bytes, bytearray)):
+        states_or_paths = as_path(states_or_paths)
         if os.path.isdir(states_or_paths) or not os.path.exists(states_or_paths):
             return load(states_or_paths, format, mmap, **options)
         states_or_paths = [states_or_paths]
@@ -118,7 +128,7 @@ def merge(
             return lambda: item
         return lambda: load(item, format, mmap, **options)
 
-    labels = [f"state {n}" if isinstance(item, CheckpointState) else os.fspath(item) for n, item in enumerate(states_or_paths)]
+    labels = [f"state {n}" if isinstance(item, CheckpointState) else os.fspath(as_path(item)) for n, item in enumerate(states_or_paths)]
     return merge_ranks([source(item) for item in states_or_paths], labels, stages=stages)
 
 
@@ -141,7 +151,7 @@ def save(
     Half-precision aliases are left out unless `include_mixed_precision`; one that disagrees with its master is written as the master
     rounds (with a warning), or refused with `strict=True`. Other options belong to the format.
     """
-    refuse_url(path)
+    place = as_path(path)
     if not isinstance(state, CheckpointState):
         raise CheckpointError(
             f"expected a CheckpointState, not {type(state).__name__}",
@@ -154,6 +164,7 @@ def save(
         raise UnsupportedError(
             f"format {format!r} can be read, not written", path=path, remedy="Write another format: convert to ort, safetensors or torch."
         )
+    check_saved(state, path)
     if not overwrite and exists(path):
         raise CheckpointError("exists already", path=path, remedy="Pass overwrite=True (--overwrite) to replace it.")
     state = dataclasses.replace(
@@ -161,23 +172,22 @@ def save(
         optimizer=dict(state.optimizer) if include_optimizer else {},
         mixed_precision=dict(state.mixed_precision) if include_mixed_precision else {},
     )
+    check_state(state, path)
     if strict:
         check_aliases(state, path=path)
     elif stale := state.refresh_mixed_precision():
         warn(f"{path}: {len(stale)} stale half-precision aliases are written as their masters round: {', '.join(stale[:5])}")
-    _call(writer, format, state, Path(path), durable=durable, progress=progress, **options)
+    _call(writer, format, state, place, durable=durable, progress=progress, **options)
 
 
 def exists(path: PathLike) -> bool:
     """Whether a checkpoint, or anything else, is there: also as shards with an index, or in a folder whose save was cut short."""
-    refuse_url(path)
     return os.path.lexists(_found(path, quiet=True))
 
 
 def format_for(path: PathLike) -> str:
     """The format a destination's name asks for; `ort` (whose files have no suffix) where it has no suffix."""
-    refuse_url(path)
-    text = os.fspath(path).rstrip("/\\")
+    text = os.fspath(as_path(path)).rstrip("/\\")
     if "." not in os.path.basename(text):
         return "ort"
     matching = [(len(suffix), name) for name in FORMATS for suffix in module(name).SUFFIXES if text.endswith(suffix)]
@@ -217,7 +227,7 @@ def _found(path: PathLike, *, quiet: bool = False) -> Path:
 
 def _ranks(path: PathLike | Sequence[PathLike], format: str | None) -> list[PathLike] | None:
     """The files of a rank set; None for a single checkpoint."""
-    if not isinstance(path, (str, os.PathLike)):
+    if isinstance(path, Sequence) and not isinstance(path, (str, bytes, bytearray)):
         return list(path)
     place = _found(path)
     if os.path.isdir(place):

@@ -1,16 +1,16 @@
 """`dcp`: a folder of `torch.distributed.checkpoint`, written by all ranks of a process group together, each its share.
 
 Keys are `model.<weight>` and `optimizer.<group>.<weight>.<moment>`; what tensors can't say is a JSON text under `torch_ort_ckpt`, itself a
-tensor of bytes. DCP's index, `.metadata`, is a pickle: it is read with an unpickler that knows DCP's own few classes and nothing else.
-Folders that others wrote are read too: their `model.` (or `state_dict.`) tensors, and `optim.state.<weight>.<moment>` as moments.
+tensor of bytes. Nothing of a folder is unpickled: its index and the archives in its files are read as data (`dcp_index`, `torch_archive`).
+Folders that others wrote are read too: their `model.` (or `state_dict.`) tensors, and `optim.state.<weight>.<moment>` as moments. What is
+not a tensor (numbers, text, other objects) is never opened; a warning names it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import itertools
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,16 @@ import torch.distributed as dist
 
 from .. import folders
 from ..bridge import TO_ORT_MOMENTS
-from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..folders import atomic_folder
 from ..names import split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, nbytes
-from ..storage import Progress, save_error, warn
+from ..storage import FileBuffer, Progress, save_error, warn
+from .dcp_index import Chunk, Entry, Place, read_index
+from .extras import dump_json
 from .notes import describe, rebuild
+from .shapes import element_count
+from .torch_archive import load_tensor
 
 SUFFIXES = (".dcp", ".distcp")
 INDEX = ".metadata"
@@ -50,8 +54,10 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
         named = {name.removeprefix("model."): value for name, value in tensors.items() if name not in moments}
         state = rebuild(named, note, path)
         for key, (group, param, moment) in moments.items():
+            if not isinstance(moment, str):
+                raise TypeError("a moment whose name is not text")
             state.optimizer[group].states[param][moment] = tensors[key]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError, OverflowError) as error:
         raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field=KEY) from error
     return state
 
@@ -122,7 +128,7 @@ def _flatten(state: CheckpointState, path: Path) -> dict[str, torch.Tensor]:
                     raise UnsupportedError("two tensors would share this key", path=path, field=key, remedy="Rename the group.")
                 content[key] = value.detach()
                 note["moments"][key] = [group_name, param, moment]
-    content[KEY] = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
+    content[KEY] = torch.frombuffer(bytearray(dump_json(note, path, KEY).encode()), dtype=torch.uint8)
     return content
 
 
@@ -130,92 +136,103 @@ def _flatten(state: CheckpointState, path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *_: Any, **__: Any) -> Any:
-            return metadata
-
-    metadata = read_index(path / INDEX)
-    available = sum(place.stat().st_size for place in path.iterdir() if place.is_file())
+    index = read_index(path / INDEX)
+    places = sorted({chunk.place for entry in index.tensors.values() for chunk in entry.chunks if chunk.place}, key=_order)
+    files = _Files(path)
+    for before, after in itertools.pairwise(places):
+        if before.file == after.file and after.start < before.end:
+            raise CorruptFileError("chunks that overlap in the file", path=path / after.file)
+    for place in places:
+        files.check(place)
+    available = files.size()
     tensors: dict[str, torch.Tensor] = {}
-    try:
-        skipped = [name for name, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)]
-        for name, entry in metadata.state_dict_metadata.items():
-            if name in skipped:
-                continue
-            available -= entry.size.numel() * entry.properties.dtype.itemsize
-            if available < 0:
-                raise CorruptFileError("says it is larger than the files are", path=path, field=name)
-            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for entry in metadata.storage_data.values():
-            if Path(entry.relative_path).name != entry.relative_path:
-                raise CorruptFileError("refers to a file outside the folder", path=path, field=entry.relative_path)
-        if tensors:
-            load(dict(tensors), storage_reader=Reader(path), no_dist=True)
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise MissingFileError("a file of the set is missing", path=error.filename or path) from error
-    except (CheckpointException, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError, EOFError) as error:
-        raise CorruptFileError(f"torch.distributed.checkpoint can't read it ({str(error).splitlines()[0][:200]})", path=path) from error
-    if skipped:
-        warn(f"{path}: {len(skipped)} entries that are not tensors are left out: {', '.join(sorted(skipped)[:5])}")
+    for name, entry in index.tensors.items():
+        available -= entry.nbytes
+        if available < 0:
+            raise CorruptFileError("says it is larger than the files are", path=path, field=name)
+        try:
+            tensors[name] = _assembled(entry, name, files)
+        except (RuntimeError, OverflowError, TypeError, MemoryError) as error:  # a shape with a zero and sizes that torch can't have
+            what = (str(error).splitlines() or [""])[0][:200]
+            raise CorruptFileError(f"impossible shape {entry.shape[:8]} ({what})", path=path, field=name) from error
+    if index.others:
+        warn(f"{path}: {len(index.others)} entries that are not tensors are left out: {', '.join(sorted(index.others)[:5])}")
     return tensors
 
 
-def read_index(path: Path) -> Any:
-    """DCP's `.metadata`, unpickled with DCP's own classes only."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise MissingFileError("no such file", path=path) from error
-    except OSError as error:
-        raise CheckpointError(f"can't be read ({error.strerror})", path=path) from error
-    try:
-        return _Unpickler(io.BytesIO(content)).load()
-    except CheckpointError as error:
-        error.path = str(path)
-        raise
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        ImportError,
-        MemoryError,
-    ) as error:
-        raise CorruptFileError(f"not DCP's index ({type(error).__name__}: {error})", path=path) from error
+def _assembled(entry: Entry, name: str, files: _Files) -> torch.Tensor:
+    """One tensor of its chunks, which must cover every element once."""
+    chunks = [chunk for chunk in entry.chunks if chunk.place is not None]
+    for chunk in chunks:
+        if len(chunk.offsets) != len(entry.shape) or len(chunk.sizes) != len(entry.shape):
+            raise files.error("a chunk with another number of dimensions", name)
+        if any(offset + size > total for offset, size, total in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)):
+            raise files.error("a chunk that reaches outside the tensor", name)
+    if sum(element_count(chunk.sizes) for chunk in chunks) != element_count(entry.shape) or _overlap(chunks):
+        raise files.error("its chunks do not cover the tensor: some are missing, or overlap", name)
+    whole = None if len(chunks) == 1 else torch.empty(entry.shape, dtype=entry.dtype)
+    for chunk in chunks:
+        value = files.tensor(chunk, name)
+        if value.dtype != entry.dtype or tuple(value.shape) != chunk.sizes or value.is_meta:
+            raise files.error("a chunk that is not what the index says", name)
+        if whole is None:
+            return value.contiguous()
+        whole[tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))] = value
+    assert whole is not None
+    return whole
 
 
-class _Unpickler(pickle.Unpickler):
-    ALLOWED = {  # noqa: RUF012  # never changed
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-            "StorageMeta", "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-        "torch.serialization": {"_get_layout"},
-        "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
-        "collections": {"OrderedDict"},
-        "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
-        "pathlib._local": {"PosixPath", "WindowsPath"},
-    }  # fmt: skip
+def _overlap(chunks: list[Chunk]) -> bool:
+    """Whether any two boxes share an element. Looked up in a grid with a cell between any two borders: never more cells than elements."""
+    if len(chunks) < 2:
+        return False
+    borders = []
+    for axis in range(len(chunks[0].sizes)):
+        found = {edge for chunk in chunks for edge in (chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis])}
+        borders.append({edge: number for number, edge in enumerate(sorted(found))})
+    taken = torch.zeros([len(edges) - 1 for edges in borders], dtype=torch.bool)
+    for chunk in chunks:
+        box = tuple(slice(edges[at], edges[at + size]) for edges, at, size in zip(borders, chunk.offsets, chunk.sizes, strict=True))
+        if bool(taken[box].any()):
+            return True
+        taken[box] = True
+    return False
 
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self.ALLOWED.get(module, ()):
-            raise UnsupportedError(
-                f"its index asks for {module}.{name}, which is not DCP's", remedy="This library runs no code from files."
+
+class _Files:
+    """The files of a folder, opened when first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, FileBuffer] = {}
+
+    def error(self, message: str, name: str) -> CorruptFileError:
+        return CorruptFileError(message, path=self.path, field=name)
+
+    def file(self, name: str) -> FileBuffer:
+        if name not in self._open:
+            self._open[name] = FileBuffer(self.path / name)
+        return self._open[name]
+
+    def size(self) -> int:
+        return sum(buffer.size for buffer in self._open.values())
+
+    def check(self, place: Place) -> None:
+        if place.end > self.file(place.file).size:
+            raise CorruptFileError(
+                f"the index needs bytes {place.start} to {place.end}, the file ends at {self.file(place.file).size}",
+                path=self.path / place.file,
             )
-        if module.startswith("pathlib"):
-            return lambda *parts: "/".join(parts)  # only where the folder once was
-        return super().find_class(module, name)
+
+    def tensor(self, chunk: Chunk, name: str) -> torch.Tensor:
+        """A chunk's tensor, in memory of its own: archives lie at any position in these files, so their data can't be mapped."""
+        assert chunk.place is not None
+        buffer = self.file(chunk.place.file)
+        return load_tensor(buffer, chunk.place.start, chunk.place.end, name).resolve_conj().resolve_neg()
+
+
+def _order(place: Place) -> tuple[str, int, int]:
+    return place.file, place.start, place.end
 
 
 def _foreign(tensors: Mapping[str, torch.Tensor], path: Path) -> CheckpointState:
@@ -227,7 +244,7 @@ def _foreign(tensors: Mapping[str, torch.Tensor], path: Path) -> CheckpointState
         if marker is not None:
             param, _, moment = name.removeprefix(marker).rpartition(".")
             if moment == "step":
-                group.step = max(group.step, int(value))
+                group.step = max(group.step, _whole_number(value, path, name))
             else:
                 group.states.setdefault(param, {})[TO_ORT_MOMENTS.get(moment, moment)] = value
         elif name.startswith(prefix):
@@ -238,3 +255,9 @@ def _foreign(tensors: Mapping[str, torch.Tensor], path: Path) -> CheckpointState
     if group.states:
         state.optimizer["group0"] = group
     return split_aliases(state)
+
+
+def _whole_number(value: torch.Tensor, path: Path, name: str) -> int:
+    if value.numel() != 1 or value.is_complex() or not float(value).is_integer():
+        raise CorruptFileError("a step that is not one whole number", path=path, field=name)
+    return int(value)

@@ -126,6 +126,8 @@ def locate(main: PathLike, targets: Sequence[Path], identity: str | None, opened
 
     No identity: a set that others wrote, taken as it is.
     """
+    if not _is_plausible(identity):
+        raise CorruptFileError("the identity of its save is not one", path=main)
     found = False
     for place, interrupted in _candidates(targets, identity):
         try:
@@ -166,6 +168,11 @@ def _differs(place: Path, other: Path) -> bool:
         return False
 
 
+def _is_plausible(identity: str | None) -> bool:
+    """An identity comes from a file and becomes part of a file's name: hexadecimal digits are all it may have."""
+    return identity is None or (0 < len(identity) <= 128 and not identity.strip("0123456789abcdef"))
+
+
 def _candidates(targets: Sequence[Path], identity: str | None) -> Iterator[tuple[Path, bool]]:
     """Where the part can be, and whether it is there only because a save was interrupted."""
     for target in targets:
@@ -177,7 +184,7 @@ def _candidates(targets: Sequence[Path], identity: str | None) -> Iterator[tuple
 
 def repair(target: Path, identity: str | None, identity_at: Callable[[Path], str | None]) -> bool:
     """Give a part its final name if the save was cut short before that; returns whether there was anything to do. Call it locked."""
-    if not identity or not _is_part(place := waiting(target, identity), identity, identity_at):
+    if not identity or not _is_plausible(identity) or not _is_part(place := waiting(target, identity), identity, identity_at):
         return False
     in_place = _is_part(target, identity, identity_at)
     if in_place and file_hash(place) != file_hash(target):  # the part is in place already: never exchanged for another

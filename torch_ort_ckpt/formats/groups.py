@@ -17,6 +17,7 @@ import torch
 from ..errors import CheckpointError, UnsupportedError
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike, warn
+from .plain import decode_number, encode_number
 
 ORT_GROUP = "group0"
 
@@ -46,9 +47,13 @@ def prepare(state: CheckpointState, path: PathLike, policy: str) -> tuple[Checkp
     note: dict[str, Any] = {} if name == ORT_GROUP else {"name": name}
     states = {param: dict(moments) for param, moments in group.states.items()}
     moments = sorted({moment for entry in states.values() for moment in entry if moment != "step"})
-    if not moments:
+    if not moments:  # ORT refuses entries without moments
         if states:
             note["members"] = sorted(states)
+        if steps := {
+            param: encode_number(entry["step"], path, f"optimizer/{name}/{param}/step") for param, entry in states.items() if entry
+        }:
+            note["own_steps"] = steps
         states = {}
     else:
         filled = {param: None if param not in states else _missing(states[param], moments) for param in {*states, *state.trainable}}
@@ -74,6 +79,8 @@ def restore(state: CheckpointState, name: str, note: dict[str, Any], fresh: bool
                     group.states[param].pop(moment, None)
         if not group.states:
             group.states = {param: {} for param in note.get("members") or ()}
+            for param, step in dict(note.get("own_steps") or {}).items():
+                group.states[param]["step"] = decode_number(step)
     else:
         for entry in group.states.values():
             entry.pop("step", None)

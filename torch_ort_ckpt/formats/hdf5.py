@@ -7,7 +7,6 @@ layout are opened with h5py (`hdf5_library.py`). Links, virtual and external dat
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from ..errors import CorruptFileError, UnsupportedError
 from ..state import Value
 from ..storage import FileBuffer, string_array
+from .shapes import element_count
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 UNDEFINED = (1 << 64) - 1
@@ -241,7 +241,7 @@ class _File:
     def dataset(self, messages: dict[int, bytes], where: str) -> Value:
         shape = self.shape(messages[0x01], where)
         kind = self.type(messages[0x03], where)
-        count = math.prod(shape)
+        count = element_count(shape)
         size = count * kind.size
         layout = messages[0x08]
         version, storage = self.sized(layout, 2, where)

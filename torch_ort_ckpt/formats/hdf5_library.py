@@ -39,6 +39,7 @@ class _Reader:
         self.buffer, self.h5py = buffer, h5py
         self.visited: set[Any] = set()
         self.claims = Claims(buffer)
+        self.text = 0
 
     def refuse(self, message: str, where: str, remedy: str | None = None) -> UnsupportedError:
         return UnsupportedError(message, path=self.buffer.path, field=where or "/", remedy=remedy)
@@ -64,6 +65,19 @@ class _Reader:
                 raise self.refuse("neither a group nor a dataset", place)
         return tree
 
+    def strings(self, item: Any, where: str) -> list[str]:
+        """One at a time: elements may share their text, and text of a fixed length that was never written takes no place in the file."""
+        if item.size * max(16 if item.dtype.kind == "O" else item.dtype.itemsize, 1) > self.buffer.size:
+            raise self.refuse("strings longer than the file", where)
+        texts = []
+        for position in np.ndindex(item.shape):
+            text = bytes(item[position])
+            self.text += len(text)
+            if self.text > 4 * self.buffer.size:
+                raise self.refuse("more text than the file holds", where)
+            texts.append(text.decode("utf-8", "surrogateescape"))
+        return texts
+
     def dataset(self, item: Any, where: str) -> Value:
         plan, h5d = item.id.get_create_plist(), self.h5py.h5d
         if plan.get_layout() == h5d.VIRTUAL:
@@ -76,10 +90,7 @@ class _Reader:
         if shape is None:
             raise self.refuse("an empty dataset without a shape", where)
         if self.h5py.check_string_dtype(dtype) is not None:
-            if item.size * 16 > self.buffer.size:
-                raise self.refuse("strings longer than the file", where)
-            texts = [text if isinstance(text, bytes) else bytes(text) for text in np.asarray(item[()], dtype=object).reshape(-1)]
-            return string_array([text.decode("utf-8", "surrogateescape") for text in texts], shape)
+            return string_array(self.strings(item, where), shape)
         try:
             kind = torch.from_numpy(np.empty(0, dtype)).dtype
         except (TypeError, ValueError) as error:

@@ -19,8 +19,10 @@ import torch
 from .. import properties as names
 from ..dtypes import HALF_SUFFIXES
 from ..errors import CorruptFileError, UnsupportedError
+from ..names import same_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, alias_name, is_string, same_number
 from ..storage import PathLike
+from . import plain
 from .extras import checked_properties, dump_json, partition_from_json
 
 GROUP = "group0"
@@ -60,8 +62,10 @@ def from_group(group: OptimizerGroup, lamb: bool, path: PathLike) -> tuple[State
     states: States = {}
     for param, moments in group.states.items():
         states[param] = {THEIRS.get(name, name): value for name, value in moments.items() if name != "step"}
-        if taken := states[param].keys() & (moments.keys() - {"step"}) & set(OURS):
-            raise UnsupportedError(f"a moment called {min(taken)!r} beside {OURS[min(taken)]!r}", path=path, field=param)
+        if taken := moments.keys() & {*OURS, UPDATE_COUNT}:
+            raise UnsupportedError(
+                f"a moment called {min(taken)!r}, which means something else here", path=path, field=f"{param}/{min(taken)}"
+            )
         if not lamb or "step" in moments:
             states[param][UPDATE_COUNT] = _count(own_step(group, param, path), path, param)
     return states, _count(group.step, path, SHARED_STEP) if lamb else None
@@ -114,8 +118,8 @@ def note(inferred: CheckpointState, state: CheckpointState, path: PathLike) -> s
     wanted = checked_properties(state, path)
     if inferred.properties.keys() != wanted.keys() or not all(same_number(inferred.properties[key], wanted[key]) for key in wanted):
         content["properties"] = wanted
-    if inferred.mixed_precision.keys() != state.mixed_precision.keys():
-        content["aliases"] = sorted(state.mixed_precision)
+    if not same_aliases(inferred, state):
+        content["aliases"] = {name: alias_name(name, alias) for name, alias in sorted(state.mixed_precision.items())}
     if inferred.frozen.keys() != state.frozen.keys():
         content["frozen"] = sorted(state.frozen)
     if inferred.partitions != state.partitions:
@@ -135,7 +139,7 @@ def restore(state: CheckpointState, text: str | None, path: PathLike) -> Checkpo
         if "properties" in content:
             state.properties = {str(key): _property(value) for key, value in content["properties"].items()}
         if "aliases" in content:
-            _set_aliases(state, {str(name) for name in content["aliases"]})
+            _set_aliases(state, content["aliases"])
         if "frozen" in content:
             _set_frozen(state, [str(name) for name in content["frozen"]])
         if "partitions" in content:
@@ -150,11 +154,15 @@ def restore(state: CheckpointState, text: str | None, path: PathLike) -> Checkpo
 def _numbers(group: OptimizerGroup, path: PathLike) -> dict[str, Any]:
     return {
         "step": group.step,
-        "initial_lr": group.initial_lr,
-        "lr": group.lr,
-        "hyperparameters": group.hyperparameters,
+        "initial_lr": float(group.initial_lr),
+        "lr": None if group.lr is None else float(group.lr),
+        "hyperparameters": plain.encode(group.hyperparameters, path, "optimizer/hyperparameters"),
         "members": sorted(group.states),
-        "own_steps": {param: own_step(group, param, path) for param, states in sorted(group.states.items()) if "step" in states},
+        "own_steps": {
+            param: plain.encode_number(states["step"], path, f"{param}/step")
+            for param, states in sorted(group.states.items())
+            if "step" in states
+        },
     }
 
 
@@ -163,23 +171,28 @@ def _groups(entries: dict[str, Any], states: States) -> dict[str, OptimizerGroup
     for name, entry in entries.items():
         lr = entry["lr"]
         group = OptimizerGroup(int(entry["step"]), float(entry["initial_lr"]), None if lr is None else float(lr))
-        group.hyperparameters = dict(entry["hyperparameters"])
+        group.hyperparameters = dict(plain.decode(entry["hyperparameters"]))
         for param in entry["members"]:
             group.states[str(param)] = {moment: value for moment, value in states.get(param, {}).items() if moment != "step"}
         for param, step in entry["own_steps"].items():
-            group.states[param]["step"] = torch.tensor(int(step))
+            group.states[param]["step"] = plain.decode_number(step)
         if missing := states.keys() - group.states.keys():
             raise ValueError(f"nothing about {min(missing)}")
         groups[str(name)] = group
     return groups
 
 
-def _set_aliases(state: CheckpointState, aliased: set[str]) -> None:
-    for name in state.mixed_precision.keys() - aliased:
-        alias = state.mixed_precision.pop(name)
-        state.trainable[alias_name(name, alias)] = alias
-    for name in aliased - state.mixed_precision.keys():
-        full = next(full for suffix in HALF_SUFFIXES if (full := name + suffix) in state.parameters)
+def _set_aliases(state: CheckpointState, aliases: Any) -> None:
+    """`aliases`: weight -> name of its alias; earlier files have a list of the weights only."""
+    inferred = {name: alias_name(name, alias) for name, alias in state.mixed_precision.items()}
+    if isinstance(aliases, list):
+        known = {**state.parameters, **dict.fromkeys(inferred.values())}
+        aliases = {
+            name: inferred.get(name) or next(name + suffix for suffix in HALF_SUFFIXES if name + suffix in known) for name in aliases
+        }
+    for name, full in inferred.items():
+        state.trainable[full] = state.mixed_precision.pop(name)
+    for name, full in aliases.items():
         alias = state.trainable.pop(full) if full in state.trainable else state.frozen.pop(full)
         if is_string(alias) or alias_name(name, alias) != full:
             raise ValueError(f"no alias {full}")

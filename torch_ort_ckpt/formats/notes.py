@@ -8,14 +8,21 @@ from typing import Any
 
 import torch
 
-from ..names import joined_aliases
+from ..errors import UnsupportedError
+from ..names import joined_aliases, same_aliases, split_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string
 from ..storage import PathLike, string_array
-from . import extras
+from . import extras, plain
 
 
 def describe(state: CheckpointState, path: PathLike) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(the weights and aliases by the names they have on disk, the note). Moments are not in either: the format places them."""
+    for name, group in state.optimizer.items():
+        for param, moments in group.states.items():
+            if text := sorted(moment for moment, value in moments.items() if is_string(value)):
+                raise UnsupportedError(
+                    "this format has no string tensors among moments", path=path, field=f"optimizer/{name}/{param}/{text[0]}"
+                )
     aliases = joined_aliases(state)
     named = {**state.parameters, **aliases}
     strings = {name: value for name, value in named.items() if is_string(value)}
@@ -23,7 +30,10 @@ def describe(state: CheckpointState, path: PathLike) -> tuple[dict[str, torch.Te
         "version": 1,
         "nominal": state.nominal,
         "frozen": sorted(state.frozen),
-        "strings": {name: {"shape": list(value.shape), "values": value.reshape(-1).tolist()} for name, value in strings.items()},
+        "strings": {
+            name: {"shape": list(value.shape), "values": [str(text) for text in value.reshape(-1).tolist()]}
+            for name, value in strings.items()
+        },
         "aliases": dict(zip(state.mixed_precision, aliases, strict=True)),
         "properties": extras.checked_properties(state, path),
         "partitions": {name: dataclasses.asdict(info) for name, info in state.partitions.items()},
@@ -32,13 +42,27 @@ def describe(state: CheckpointState, path: PathLike) -> tuple[dict[str, torch.Te
                 "step": group.step,
                 "initial_lr": float(group.initial_lr),
                 "lr": None if group.lr is None else float(group.lr),
-                "hyperparameters": group.hyperparameters,
+                "hyperparameters": plain.encode(group.hyperparameters, path, f"optimizer/{name}/hyperparameters"),
                 "members": sorted(group.states),
             }
             for name, group in state.optimizer.items()
         },
     }
     return {name: value for name, value in named.items() if name not in strings}, note
+
+
+def lost_with_weights_alone(state: CheckpointState) -> list[str]:
+    """What a file of named weights, without a note, would not give back."""
+    parts = {"optimizer state": state.optimizer, "properties": state.properties, "partitions": state.partitions}
+    lost = [what for what, content in parts.items() if content]
+    found = CheckpointState()
+    for name, value in {**state.parameters, **joined_aliases(state)}.items():
+        (found.trainable if not is_string(value) and value.is_floating_point() else found.frozen)[name] = value
+    if not same_aliases(split_aliases(found), state):
+        lost.append("which tensors are half-precision aliases")
+    elif found.frozen.keys() != state.frozen.keys():
+        lost.append("which weights are trained")
+    return lost
 
 
 def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: PathLike) -> CheckpointState:
@@ -58,7 +82,7 @@ def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: 
     for name, entry in note["optimizer"].items():
         rate = entry["lr"] if entry["lr"] is None else _of(entry["lr"], float)
         group = OptimizerGroup(_of(entry["step"], int), _of(entry["initial_lr"], float), rate)
-        group.hyperparameters = _of(entry["hyperparameters"], dict)
+        group.hyperparameters = plain.decode(_of(entry["hyperparameters"], dict))
         group.states = {_of(param, str): {} for param in _of(entry["members"], list)}
         state.optimizer[_of(name, str)] = group
     return state

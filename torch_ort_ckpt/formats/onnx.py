@@ -22,7 +22,10 @@ from ..names import joined_aliases, split_aliases
 from ..state import CheckpointState, Value, is_string, nbytes
 from ..storage import FileBuffer, PathLike, Progress, directory_lock, padding, pending_file, tensor_bytes, warn, write_tensor
 from .fileset import IDENTITY_LENGTH
-from .protobuf import Message, tensor
+from .notes import lost_with_weights_alone
+from .protobuf import Message, external_number, tensor
+from .shapes import growth_limit
+from .soundness import encode_string
 
 SUFFIXES = (".onnx",)
 READ_BY = "every release of ORT as a model, none as a checkpoint"
@@ -65,29 +68,43 @@ class _Outside:
     def __init__(self, path: Path, mmap: bool) -> None:
         self.path, self.mmap = path, mmap
         self.buffers: dict[str, FileBuffer] = {}
+        self._claimed = 0
 
     def find(self, entries: dict[str, str], size: int, name: str) -> tuple[FileBuffer, int]:
-        location = entries.get("location", "")
+        buffer = self._open(entries.get("location", ""), name)
+        offset, length = (
+            external_number(entries.get(key), key, default, self.path, name) for key, default in (("offset", 0), ("length", size))
+        )
+        if length != size:
+            raise CorruptFileError(f"says it has {length} bytes, its shape and type need {size}", path=self.path, field=name)
+        if offset + size > buffer.size:
+            raise CorruptFileError(f"needs bytes {offset} to {offset + size}, the file ends at {buffer.size}", path=buffer.path, field=name)
+        self._claimed += size  # tied weights may share their data; misaligned data is copied
+        if self._claimed > growth_limit(sum(opened.size for opened in self.buffers.values())):
+            raise CorruptFileError("the same data is used too often", path=buffer.path, field=name)
+        return buffer, offset
+
+    def _open(self, location: str, name: str) -> FileBuffer:
         folder = os.path.realpath(self.path.parent)
-        place = os.path.realpath(os.path.join(folder, location))
-        if not location or os.path.isabs(location) or os.path.commonpath([folder, place]) != folder:
+        try:
+            place = os.path.realpath(os.path.join(folder, location))
+            inside = bool(location) and not os.path.isabs(location) and os.path.commonpath([folder, place]) == folder
+        except (ValueError, OSError):  # a zero or a lone surrogate in it, a loop of links
+            inside = False
+        if not inside:
             raise CheckpointError(
                 f"external data outside the model's folder ({location!r})",
                 path=self.path,
                 field=name,
                 remedy="Put the data beside the model.",
             )
-        if location not in self.buffers:
+        if place not in self.buffers:
             if not os.path.exists(place):
                 raise MissingFileError(
                     "external data of the model is missing", path=place, field=name, remedy="Put the data file beside the model."
                 )
-            self.buffers[location] = FileBuffer(place, mmap=self.mmap)
-        buffer = self.buffers[location]
-        offset = entries.get("offset", "0")
-        if not offset.isdecimal() or int(offset) + size > buffer.size:
-            raise CorruptFileError(f"needs {size} bytes from {offset!r}, the file has {buffer.size}", path=place, field=name)
-        return buffer, int(offset)
+            self.buffers[place] = FileBuffer(place, mmap=self.mmap)
+        return self.buffers[place]
 
 
 def write(
@@ -104,8 +121,10 @@ def write(
     Every initializer that the state has is replaced; shapes and types must agree. The rest of the model stays. Above 1800 MiB (or with
     `external_data`) the data goes into a file of its own, named by its content, so that model and data can't be mixed up.
     """
-    if state.optimizer or state.properties:
-        warn(f"{path}: a model holds weights only; optimizer state and properties are left out")
+    if state.nominal or any(not is_string(value) and value.is_meta for value in state.parameters.values()):
+        raise UnsupportedError("a nominal state has no data to put into a model", path=path, remedy="Complete it first.")
+    if lost := lost_with_weights_alone(state):
+        warn(f"{path}: a model holds weights only; left out: {', '.join(lost)}")
     proto = _parse(model if model is not None else path)
     values = {**state.parameters, **joined_aliases(state)}
     wanted = {item.name: item for item in proto.graph.initializer}
@@ -127,7 +146,7 @@ def write(
         if external and not is_string(value) and nbytes(value) >= _EXTERNAL_FROM:
             outside.append((wanted[name], value))
             continue
-        _fill(wanted[name], value)
+        _fill(wanted[name], value, path)
         if progress and not external:
             progress(nbytes(value))
     write_model(proto, outside, path, durable=durable, progress=progress)
@@ -229,9 +248,9 @@ def _clear(item: Any) -> None:
     item.data_location = 0
 
 
-def _fill(item: Any, value: Value) -> None:
+def _fill(item: Any, value: Value, path: PathLike) -> None:
     _clear(item)
     if is_string(value):
-        item.string_data.extend(str(text).encode("utf-8", "surrogateescape") for text in value.reshape(-1).tolist())
+        item.string_data.extend(encode_string(text, path, item.name) for text in value.reshape(-1).tolist())
     else:
         item.raw_data = bytes(tensor_bytes(value)) if value.numel() else b""

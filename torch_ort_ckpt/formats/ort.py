@@ -7,7 +7,6 @@ from memory; ORT's own verifier and loader accept that order.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import struct
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import torch
 
 from ..dtypes import ONNX_FROM_TORCH, STRING, TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
-from ..names import joined_aliases, split_aliases
+from ..names import joined_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string, nbytes
 from ..storage import (
     FileBuffer,
@@ -27,12 +26,15 @@ from ..storage import (
     padding,
     pending_file,
     string_array,
+    warn,
     write_tensor,
 )
 from . import extras, readers, sidecar
 from .fileset import Fingerprint, commit
 from .flatbuffer import MAX_SIZE, Blob, Field, Layout, Reader, Table, build
 from .groups import prepare
+from .shapes import element_count
+from .soundness import encode_string
 
 SUFFIXES = (".ortckpt",)
 IDENTIFIER = b"ODTC"
@@ -41,7 +43,6 @@ READ_BY = "ORT 1.16 and 1.17 (version 1) or 1.18 and later (version 2)"
 EXTERNAL_THRESHOLD = 1800 << 20
 """Above this many bytes of tensors data goes to the sidecar, as in ORT."""
 
-_MAX_RANK = 64
 _ATTEMPTS = 50
 _DTYPES = {number: dtype for number, dtype in TORCH_FROM_ONNX.items() if not dtype.is_complex}
 
@@ -56,7 +57,7 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a checkpoint file and, where it says so, its sidecar."""
-    return extras.unpack(split_aliases(_as_written(path, mmap)), path)
+    return extras.unpack(_as_written(path, mmap), path)
 
 
 def read_by(path: Path) -> str:
@@ -211,11 +212,10 @@ class _Source:
 
 
 def _count(table: Table, dims: tuple[int, ...], reader: Reader) -> int:
-    if len(dims) > _MAX_RANK:
-        raise reader.error(table, "dims", f"{len(dims)} dimensions, more than the {_MAX_RANK} that numpy can have")
-    if min(dims, default=0) < 0:
-        raise reader.error(table, "dims", f"negative size {min(dims)}")
-    return math.prod(dims)
+    try:
+        return element_count(dims)
+    except ValueError as error:
+        raise reader.error(table, "dims", str(error)) from error
 
 
 def _unique(table: Table, number: int, label: str, taken: Mapping[str, Any]) -> str:
@@ -262,6 +262,8 @@ def write(
         raise UnsupportedError("version 1 has no external data", path=path, remedy="Write version 2, or pass external_data=False.")
     if external and state.nominal:
         raise UnsupportedError("a nominal checkpoint has no data to put elsewhere", path=path)
+    if state.nominal and (held := [name for name, value in state.parameters.items() if value.shape or _has_value(value)]):
+        warn(f"{path}: a nominal checkpoint holds no shapes and values; those of {len(held)} tensors are left out: {', '.join(held[:5])}")
     plan = _Plan(state, path, version, external, notes)
     layout = build(plan.root(), IDENTIFIER)
     if layout.size > MAX_SIZE:
@@ -348,7 +350,7 @@ class _Plan:
         for name, value in sorted(properties.items()):
             entry = [Field(0, "string", self.text(name))]
             if isinstance(value, str):
-                entry.append(Field(1, "string", value.encode("utf-8", "surrogateescape")))
+                entry.append(Field(1, "string", encode_string(value, self.path, f"properties/{name}")))
             elif isinstance(value, float):
                 entry += _float_field(1, value)
             elif value:
@@ -363,7 +365,7 @@ class _Plan:
         fields = [Field(0, "string", self.text(name))]
         if is_string(value):
             fields.append(Field(3, "int32", STRING))
-            texts = [] if nominal else [str(text).encode("utf-8", "surrogateescape") for text in value.reshape(-1).tolist()]
+            texts = [] if nominal else [encode_string(text, self.path, f"{where}/{name}") for text in value.reshape(-1).tolist()]
             return [*fields, Field(2, "int64s", () if nominal else value.shape), Field(5, "strings", texts)]
         number = ONNX_FROM_TORCH.get(value.dtype)
         if number not in _DTYPES:
@@ -393,6 +395,10 @@ class _Plan:
             return name.encode()
         except (UnicodeEncodeError, AttributeError) as error:
             raise UnsupportedError("a name that is not Unicode text", path=self.path, field=repr(name)) from error
+
+
+def _has_value(value: Value) -> bool:
+    return bool(value.item()) if is_string(value) else not value.is_meta
 
 
 def _float_field(number: int, value: float) -> list[Field]:

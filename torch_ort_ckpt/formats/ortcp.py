@@ -18,11 +18,13 @@ import torch
 
 from .. import properties as names
 from ..errors import CorruptFileError, UnsupportedError
+from ..names import same_aliases
 from ..state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string, nbytes, split_half_suffix
 from ..storage import FileBuffer, Progress, atomic_write
 from . import moments
 from .deferred import DeferredErrors
 from .hdf5 import SIGNATURE, Tree, read_tree
+from .soundness import is_unicode
 
 SUFFIXES = (".ortcp",)
 READ_BY = "ORTTrainer of ORT 1.7 to 1.14 (its code was shipped to 1.16)"
@@ -67,7 +69,9 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
     if isinstance(user, dict):  # as `unsafe_user_dict` left it
         state = dataclasses.replace(state, properties={**state.properties, names.USER_DICT: pickle.dumps(user).hex()})
     tree = _to_tree(state, path)
-    if (note := moments.note(_from_tree(tree, path), state, path)) is not None:
+    inferred = _from_tree(tree, path)
+    _check_names(inferred, state, path)
+    if (note := moments.note(inferred, state, path)) is not None:
         tree[moments.NOTE] = note
     with atomic_write(path, durable=durable) as output:
         _write_tree(DeferredErrors(output), tree, path, progress, h5py)
@@ -86,6 +90,18 @@ def _write_tree(output: DeferredErrors, tree: Tree, path: Path, progress: Progre
             _store(file, tree, path, advance, h5py.string_dtype())
     finally:
         output.check()
+
+
+def _check_names(inferred: CheckpointState, state: CheckpointState, path: Path) -> None:
+    """A `/` nests groups: a name must not read as another weight's, or as a moment."""
+    found, wanted = (
+        {param: sorted(states.keys() - {"step"}) for group in each.optimizer.values() for param, states in group.states.items()}
+        for each in (inferred, state)
+    )
+    odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    odd += sorted(inferred.parameters.keys() ^ state.parameters.keys())
+    if odd or not same_aliases(inferred, state):
+        raise UnsupportedError("a name that would read as another's", path=path, field=[*odd, "mixed_precision"][0], remedy="Rename it.")
 
 
 def _from_tree(tree: Tree, path: Path) -> CheckpointState:
@@ -193,7 +209,7 @@ def _to_tree(state: CheckpointState, path: Path) -> Tree:
 def _store(group: Any, tree: Tree, path: Path, progress: Progress, text: Any) -> None:
     for name, value in sorted(tree.items()):
         where = f"{group.name.strip('/')}/{name}".lstrip("/")
-        if any(part in ("", ".") for part in name.split("/")) or "\0" in name or not _is_text(name):
+        if any(part in ("", ".") for part in name.split("/")) or "\0" in name or not is_unicode(name):
             raise UnsupportedError("a name that HDF5 can't keep", path=path, field=where, remedy="Rename it.")
         try:
             if isinstance(value, dict):
@@ -221,7 +237,7 @@ def _array(value: torch.Tensor, path: Path, where: str) -> Any:
 
 def _stored_text(value: Any, path: Path, where: str) -> Any:
     texts = [value] if isinstance(value, str) else value.reshape(-1).tolist()
-    if any("\0" in text for text in texts) or not all(_is_text(text) for text in texts):
+    if any("\0" in text for text in texts) or not all(is_unicode(text) for text in texts):
         raise UnsupportedError("text that HDF5 can't keep (it has a zero in it, or is no Unicode)", path=path, field=where)
     return value
 
@@ -270,11 +286,3 @@ def _unpickled(text: str, path: Path) -> Any:
         return pickle.loads(bytes.fromhex(text))
     except (ValueError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
         raise CorruptFileError(f"can't be unpickled ({error})", path=path, field="user_dict") from error
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -7,7 +7,6 @@ per rank, `<prefix>.ZeRO.<rank>.<world size - 1>.ort.pt`, and `_view_<n>` ends t
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import zipfile
 from pathlib import Path
@@ -18,8 +17,8 @@ import torch
 from .. import properties as names
 from ..errors import CheckpointError, CorruptFileError
 from ..state import CheckpointState, PartitionInfo, Value
-from ..storage import open_file, warn
-from . import moments
+from ..storage import FileBuffer, warn
+from . import moments, torch_archive
 from .runner import from_flat
 
 SUFFIXES = (".ort.pt",)
@@ -27,20 +26,9 @@ READ_BY = "ORTTrainer's experimental_load_checkpoint of ORT 1.3 to 1.14"
 
 _RANK = re.compile(r"\.ZeRO\.(\d{1,9})\.(\d{1,9})\.ort\.pt$")
 _VIEW = re.compile(r"(.*)_view_(\d{1,9})$", re.DOTALL)
-_MARKS = (b"Moment_1_", b"Update_Count_")
-_DAMAGE = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    ImportError,
-)
-"""What torch.load and zipfile raise on damaged files."""
+MARKS = (b"Moment_1_", b"Update_Count_")
+"""In the pickle of every such file that has optimizer state."""
+_OURS = b"torch_ort_ckpt"  # in what format `torch` writes, whose weights may have any names
 
 
 def matches(path: Path) -> bool:
@@ -51,13 +39,19 @@ def matches(path: Path) -> bool:
         with open(path, "rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
         return zipped and _has_marks(path)
-    except (zipfile.BadZipFile, *_DAMAGE):
+    except torch_archive.ZIP_ERRORS:
         return False
 
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
-    """Read one file (one rank, where its name says so). It is read at once: mapped, torch.load does not check the sizes of its records."""
-    content = _load(path)
+    """Read one file (one rank, where its name says so). Its checksums are always compared: these files are old, and small."""
+    buffer = FileBuffer(path, mmap=mmap)
+    state = _state(torch_archive.load(buffer, checksums=True), path)
+    state._buffers = (buffer,)
+    return state
+
+
+def _state(content: Any, path: Path) -> CheckpointState:
     flat = content.pop("model", None) if isinstance(content, dict) else None
     if not isinstance(flat, dict) or not all(isinstance(name, str) and _is_plain(value) for name, value in flat.items()):
         raise CorruptFileError("no `model` with named tensors in it", path=path)
@@ -119,34 +113,6 @@ def _original_shape(state: CheckpointState, weight: str, cut: set[str], path: Pa
     return tuple(source.shape)
 
 
-def _load(path: Path) -> Any:
-    file = open_file(str(path))
-    with file:
-        zipped = file.read(4) == b"PK\x03\x04"
-        size = file.seek(0, 2)
-    if zipped:
-        _check_sizes(path, size)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (*_DAMAGE, pickle.UnpicklingError, MemoryError) as error:  # torch turns many kinds of damage into UnpicklingError
-        raise CorruptFileError(
-            "torch.load can't read it: it is damaged, or holds more than tensors and plain values",
-            path=path,
-            remedy="What could run code is never loaded.",
-        ) from error
-
-
-def _check_sizes(path: Path, size: int) -> None:
-    """torch.save stores without compression: entries that claim more than the file has are bombs."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            claimed = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, *_DAMAGE) as error:
-        raise CorruptFileError("a damaged archive", path=path) from error
-    if claimed > size:
-        raise CorruptFileError(f"claims {claimed} bytes in a file of {size}", path=path)
-
-
 def _user_properties(content: dict[Any, Any], path: Path) -> dict[str, Any]:
     """The user's own keys: numbers and text as they are, other plain data as JSON."""
     properties: dict[str, Any] = {}
@@ -178,5 +144,5 @@ def _has_marks(path: Path) -> bool:
         for entry in archive.infolist():
             if entry.filename.endswith("/data.pkl") and entry.compress_type == zipfile.ZIP_STORED:
                 content = archive.read(entry)
-                return any(mark in content for mark in _MARKS)
+                return any(mark in content for mark in MARKS) and _OURS not in content
     return False

@@ -15,11 +15,12 @@ from typing import Any
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..folders import atomic_folder
 from ..folders import repair as repair
-from ..names import joined_aliases, split_aliases
+from ..names import joined_aliases
 from ..state import CheckpointState, OptimizerGroup, Value, is_string
 from ..storage import FileBuffer, Progress
 from . import extras, protobuf, readers
 from .groups import prepare
+from .soundness import is_unicode
 
 SUFFIXES = (".pbseq",)
 READ_BY = "ORT 1.13 to 1.15 (1.14 ignores the saved moments)"
@@ -42,7 +43,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read the files of a folder."""
     state = _as_written(path, mmap)
     _restore_stateless(state, path)
-    return extras.unpack(split_aliases(state), path)
+    return extras.unpack(state, path)
 
 
 def read_by(path: Path) -> str:
@@ -197,7 +198,7 @@ def _restore_stateless(state: CheckpointState, path: Path) -> None:
 
 
 def _file_name(name: str, path: Path) -> str:
-    if "/" in name or "\\" in name or "\0" in name:
+    if "/" in name or "\\" in name or "\0" in name or not is_unicode(name):
         raise UnsupportedError("a group or moment name that can't be part of a file name", path=path, field=repr(name), remedy="Rename it.")
     return name
 

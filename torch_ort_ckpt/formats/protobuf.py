@@ -7,7 +7,6 @@ parser would copy them, and stops at 2 GiB per message.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -20,6 +19,8 @@ from ..errors import CorruptFileError, UnsupportedError
 from ..state import Value, is_string, nbytes
 from ..storage import FileBuffer, PathLike, Progress, string_array, write_tensor
 from .extras import to_float32
+from .shapes import element_count
+from .soundness import encode_string
 
 MAX_MESSAGE = (1 << 31) - 1
 """The longest message that protobuf, and so ORT, can read."""
@@ -145,6 +146,15 @@ def tensor(message: Message, external: External | None = None) -> tuple[str, Val
     return _TensorFields(message).decode(external)
 
 
+def external_number(text: str | None, key: str, default: int, path: PathLike, name: str) -> int:
+    """The `offset` or `length` of external data."""
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 19:
+        raise CorruptFileError(f"{key} is not a number of bytes", path=path, field=name)
+    return int(text)
+
+
 class _TensorFields:
     """The fields of one `TensorProto`, collected in one pass before anything is made of them."""
 
@@ -206,9 +216,10 @@ class _TensorFields:
 
     def shape(self) -> tuple[tuple[int, ...], int]:
         dims = tuple(size - (1 << 64) if size >> 63 else size for size in self.dims)
-        if any(size < 0 for size in dims):
-            raise self.message.error(f"negative size in {dims[:8]}")
-        return dims, math.prod(dims)
+        try:
+            return dims, element_count(dims)
+        except ValueError as error:
+            raise self.message.error(str(error)) from error
 
     def _shaped(self, make: Callable[[], Value]) -> Value:
         try:
@@ -300,7 +311,7 @@ def encode_tensor(name: str, value: Value, path: PathLike, where: str) -> tuple[
     """A `TensorProto` in ORT's own field order, `raw_data` last so that the tensor can be streamed."""
     head = tensor_head(name, value, path, where)
     if is_string(value):
-        texts = [str(text).encode("utf-8", "surrogateescape") for text in value.reshape(-1).tolist()]
+        texts = [encode_string(text, path, f"{where}/{name}") for text in value.reshape(-1).tolist()]
         shape, rest = head
         return shape + b"".join(_field(_STRINGS, text) for text in texts) + rest, None
     message = b"".join(head) + varint(_RAW << 3 | _BYTES) + varint(nbytes(value))
@@ -333,7 +344,7 @@ def tensor_head(name: str, value: Value, path: PathLike, where: str) -> tuple[by
 def encode_scalar(name: str, value: int | float | str, path: PathLike) -> tuple[bytes, None]:
     """A property: a 0-dim `TensorProto` with its value in a typed field, as ORT writes them."""
     if isinstance(value, str):
-        kind, data = STRING, _field(_STRINGS, value.encode("utf-8", "surrogateescape"))
+        kind, data = STRING, _field(_STRINGS, encode_string(value, path, name))
     elif isinstance(value, float):
         kind, data = 1, _field(_FLOATS, struct.pack("<f", to_float32(value)))
     else:
@@ -351,7 +362,7 @@ def encode_external(name: str, value: torch.Tensor, location: str, offset: int, 
 
 def encode_entry(key: str, value: str, path: PathLike) -> bytes:
     """A `StringStringEntryProto`."""
-    return _field(1, encode_text(key, path)) + _field(2, value.encode("utf-8", "surrogateescape"))
+    return _field(1, encode_text(key, path)) + _field(2, encode_string(value, path, key))
 
 
 def varint(value: int) -> bytes:

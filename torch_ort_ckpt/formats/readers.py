@@ -63,7 +63,7 @@ def _optimizer_refusal(state: CheckpointState) -> str | None:
     group = state.optimizer.get(ORT_GROUP)
     if group is None or not group.states:
         return None
-    kept = {moment for states in group.states.values() for moment in states if moment.startswith("momentum")} or {"momentum0"}
+    kept = {"momentum0"} | {moment for states in group.states.values() for moment in states if moment.startswith("momentum")}
     for param, value in state.trainable.items():
         states: Mapping[str, Value] | None = group.states.get(param)
         if states is None:

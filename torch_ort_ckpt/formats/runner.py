@@ -130,7 +130,10 @@ class _Data:
 
     def find(self, entries: dict[str, str], size: int, name: str) -> tuple[FileBuffer, int]:
         buffer = self._open(entries.get("location", ""), name)
-        offset, length = (self._number(entries.get(key), key, name, default) for key, default in (("offset", 0), ("length", size)))
+        offset, length = (
+            protobuf.external_number(entries.get(key), key, default, self.path / _TENSORS, name)
+            for key, default in (("offset", 0), ("length", size))
+        )
         if length != size:
             raise CorruptFileError(f"holds {length} bytes, its shape and type need {size}", path=buffer.path, field=name)
         if offset + size > buffer.size:
@@ -171,13 +174,6 @@ class _Data:
             raise MissingFileError("the tensor data of this checkpoint is missing", path=place)
         self.buffers[location] = FileBuffer(place, mmap=self.mmap)
         return self.buffers[location]
-
-    def _number(self, text: str | None, key: str, name: str, default: int) -> int:
-        if text is None:
-            return default
-        if not text.isascii() or not text.isdigit() or len(text) > 19:
-            raise CorruptFileError(f"{key} is not a number of bytes", path=self.path / _TENSORS, field=name)
-        return int(text)
 
 
 def _parsed(key: str, text: str) -> int | str:

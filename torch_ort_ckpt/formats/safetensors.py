@@ -208,10 +208,6 @@ def write(
     if state.nominal:
         raise UnsupportedError("a nominal state has no data to write", path=path, remedy="Complete it first, or keep it in format 'ort'.")
     places = _Places.of(path)
-    try:
-        places.model.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise save_error(error, path) from error
     named, note = describe(state, path)
     weights, ties = _untie(named)
     keys = _moment_keys(state)
@@ -220,6 +216,10 @@ def write(
     note["moments"] = ("sharded" if len(moment_shards) > 1 else "single") if moments else ""
     texts = {**(metadata or {}), "format": "pt", **ties, KEY: extras.dump_json(note, path, KEY)}
     writer = _Writer(durable, progress)
+    try:
+        places.model.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise save_error(error, path) from error
     with contextlib.ExitStack() as stack:
         main = writer.bundle(stack, places.model, weight_shards, texts, grouped=bool(moments))
         if moments:

@@ -19,6 +19,7 @@ from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..state import nbytes
 from ..storage import ALIGNMENT, FileBuffer, PathLike, Progress, padding, write_tensor
 from .fileset import IDENTITY_LENGTH, Fingerprint
+from .shapes import element_count
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -58,11 +59,10 @@ def read_file(path: Path, mmap: bool) -> tuple[dict[str, torch.Tensor], dict[str
             dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
             if dtype is None:
                 raise UnsupportedError(f"element type {entry['dtype']!r}", path=path, field=name)
-            count = 1
-            for size in shape:
-                if type(size) is not int or size < 0:
-                    raise CorruptFileError("impossible shape", path=path, field=name)
-                count *= size
+            try:
+                count = element_count(shape)
+            except ValueError as error:
+                raise CorruptFileError(f"impossible shape ({error})", path=path, field=name) from error
             if first != end or last - first != count * dtype.itemsize or start + last > buffer.size:
                 raise CorruptFileError("its bytes leave a gap, overlap or lie outside the file", path=path, field=name)
             end = last

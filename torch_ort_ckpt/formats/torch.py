@@ -1,4 +1,4 @@
-"""`torch`: what `torch.save` wrote, always read with `weights_only=True`: nothing from the file is executed.
+"""`torch`: what `torch.save` wrote, read without unpickling it: nothing from the file is executed.
 
 Recognised: bare state dicts (`.pt`, `.bin`), `{"model": ..., "optimizer": ...}` and its usual spellings, Lightning's `.ckpt`. Written:
 `{"state_dict": ..., "torch_ort_ckpt": ...}`, where the second part holds what a state dict can't; `bare=True` writes the state dict alone.
@@ -7,10 +7,6 @@ Recognised: bare state dicts (`.pt`, `.bin`), `{"model": ..., "optimizer": ...}`
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import re
-import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +15,15 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from ..bridge import TO_ORT_MOMENTS, group_from_torch
-from ..errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
+from ..errors import CheckpointError, CorruptFileError, UnsupportedError
 from ..names import plain_name, split_aliases
 from ..state import CheckpointState
-from ..storage import PathLike, Progress, atomic_write, open_file, warn
+from ..storage import FileBuffer, PathLike, Progress, atomic_write, warn
+from . import torch_archive
 from .deferred import DeferredErrors
-from .notes import describe, rebuild
-from .torch_archive import can_be_mapped
+from .notes import describe, lost_with_weights_alone, rebuild
+from .ortpt import MARKS
+from .torch_objects import Opaque
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 KEY = "torch_ort_ckpt"
@@ -38,7 +36,7 @@ def matches(path: Path) -> bool:
     """A zip with a `data.pkl` inside, or the older stream of pickles under one of our suffixes."""
     if not path.is_file():
         return False
-    with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    with contextlib.suppress(*torch_archive.ZIP_ERRORS):
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 return any(name.endswith("/data.pkl") for name in archive.namelist())
@@ -48,10 +46,16 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a `torch.save` file. Optimizer state is kept where its parameters can be named."""
-    content = _load(path, mmap)
+    buffer = FileBuffer(path, mmap=mmap)
+    state = _state(torch_archive.load(buffer, checksums=not mmap), path)
+    state._buffers = (buffer,)
+    return state
+
+
+def _state(content: Any, path: Path) -> CheckpointState:
     if not isinstance(content, Mapping):
         raise UnsupportedError(
-            f"holds a {type(content).__name__}, not a state dict",
+            f"holds {content.what if isinstance(content, Opaque) else f'a {type(content).__name__}'}, not a state dict",
             path=path,
             remedy="Save the state dict of the module, or a Lightning checkpoint.",
         )
@@ -71,48 +75,15 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field=KEY) from error
     state = CheckpointState()
+    plain = {name: plain_name(name) for name in tensors}
+    if len(set(plain.values())) < len(plain):  # with and without a wrapper's prefix: two weights, not one
+        plain = {name: name for name in tensors}
     for name, value in tensors.items():
-        (state.trainable if value.is_floating_point() else state.frozen)[plain_name(name)] = value.detach()
+        (state.trainable if value.is_floating_point() else state.frozen)[plain[name]] = value.detach()
     if tensors is not content:
-        state.properties = {key: value for key, value in content.items() if type(value) in _PLAIN}
+        state.properties = {key: value for key, value in content.items() if isinstance(key, str) and type(value) in _PLAIN}
         _read_optimizer(state, content, path)
     return split_aliases(state)
-
-
-def _load(path: Path, mmap: bool) -> Any:
-    if not path.exists():
-        raise MissingFileError("no such file", path=path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own about legacy storages
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped(path) and mmap)
-    except pickle.UnpicklingError as error:
-        with open_file(os.fspath(path)) as file:
-            if file.read(1) not in (b"P", b"\x80"):  # an archive, a pickle
-                raise CorruptFileError("not a file of torch.save", path=path) from error
-        what = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
-        raise UnsupportedError(
-            "holds Python objects that only unsafe unpickling could read" + (f" ({what[1]})" if what else ""),
-            path=path,
-            remedy="Save tensors and plain numbers only; this library never unpickles objects.",
-        ) from error
-    except (
-        RuntimeError,
-        EOFError,
-        ValueError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        TypeError,
-        OSError,
-        OverflowError,
-        MemoryError,
-    ) as error:
-        raise CorruptFileError(
-            f"torch.load can't read it ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})", path=path
-        ) from error
-    except (AssertionError, zipfile.BadZipFile, NotImplementedError, RecursionError) as error:
-        raise CorruptFileError(f"torch.load can't read it ({type(error).__name__})", path=path) from error
 
 
 def _from_note(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: PathLike) -> CheckpointState:
@@ -120,7 +91,7 @@ def _from_note(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], pat
     for name, states in note["moments"].items():
         group = state.optimizer[name]
         if group.states.keys() != states.keys() or not all(
-            isinstance(v, torch.Tensor) for moments in states.values() for v in moments.values()
+            isinstance(moment, str) and isinstance(value, torch.Tensor) for moments in states.values() for moment, value in moments.items()
         ):
             raise ValueError(f"the moments of {name!r} are not those of its parameters")
         group.states = states
@@ -143,9 +114,30 @@ def _read_optimizer(state: CheckpointState, content: Mapping[str, Any], path: Pa
             return
         for number, group in enumerate(found["param_groups"]):
             members = {named[index]: found["state"].get(index, {}) for index in group["params"]}
-            state.optimizer[f"group{number}"] = group_from_torch(group, members)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _check_moments(members)
+            state.optimizer[f"group{number}"] = group_from_torch({key: group[key] for key in group if _is_plain(key, group[key])}, members)
+            if lost := sorted(str(key) for key in group if not _is_plain(key, group[key])):
+                warn(f"{path}: left out of optimizer group {number}, since they are not plain data: {', '.join(lost[:5])}")
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field="optimizer") from error
+
+
+def _check_moments(members: Mapping[str, Mapping[Any, Any]]) -> None:
+    for param, states in members.items():
+        for moment, value in states.items():
+            if not isinstance(moment, str) or not (value is None or isinstance(value, (torch.Tensor, int, float))):
+                raise TypeError(f"{moment!r} of {param!r} is not a named tensor or number")
+
+
+def _is_plain(key: Any, value: Any) -> bool:
+    """A hyper-parameter: a number, text, one element of a tensor, or lists and dictionaries of them."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(key, str) and value.numel() == 1
+    if isinstance(value, dict):
+        return isinstance(key, str) and all(_is_plain(name, item) and not isinstance(item, torch.Tensor) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return isinstance(key, str) and all(_is_plain(key, item) and not isinstance(item, torch.Tensor) for item in value)
+    return isinstance(key, str) and (value is None or isinstance(value, (bool, int, float, str)))
 
 
 def parameter_names(state: CheckpointState, found: Mapping[str, Any]) -> dict[int, str] | None:
@@ -181,8 +173,14 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
         if note["strings"] or state.optimizer:
             what = "a bare state dict holds no optimizer state and no string tensors"
             raise UnsupportedError(what, path=path, remedy="Pass include_optimizer=False, or bare=False.")
-        if state.properties:
-            warn(f"{path}: a bare state dict holds no properties; {len(state.properties)} are left out")
+        if odd := next((name for name in content if plain_name(name) != name or any(mark in name.encode() for mark in MARKS)), None):
+            raise UnsupportedError(
+                "a name that would read as another one from a bare state dict", path=path, field=odd, remedy="Rename it."
+            )
+        if state.nominal:
+            raise UnsupportedError("a bare state dict can't say that it is nominal", path=path, remedy="Complete it first, or bare=False.")
+        if lost := lost_with_weights_alone(state):
+            warn(f"{path}: a bare state dict holds weights only; left out: {', '.join(lost)}")
     else:
         note["moments"] = {
             name: {param: {key: _whole(value) for key, value in states.items()} for param, states in group.states.items()}

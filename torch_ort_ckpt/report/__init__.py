@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from ..errors import CheckpointError
-from ..storage import PathLike, atomic_write
+from ..storage import PathLike, as_path, atomic_write
 from .comparison import comparison
 from .inspection import inspection
 
@@ -23,7 +23,7 @@ _START = "<!doctype html>"
 
 def write(content: dict[str, Any], path: PathLike) -> None:
     """Write the page. An older page is replaced; any other file is not, least of all a checkpoint."""
-    if os.path.lexists(path):
+    if os.path.lexists(as_path(path)):
         try:
             with open(path, "rb") as file:
                 ours = file.read(len(_START)) == _START.encode()

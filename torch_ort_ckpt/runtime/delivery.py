@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..pytorch_private import foreach_add_
+
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -45,7 +47,7 @@ class Loop:
                 old.append(current)
                 new.append(gradient)
         if old:
-            torch._foreach_add_(old, new)
+            foreach_add_(old, new)
         self.gradients, self.overwrite = gradients, False
 
 

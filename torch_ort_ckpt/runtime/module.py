@@ -19,8 +19,10 @@ from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
+from ..pytorch_private import foreach_add_
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike, warn
+from ..training_graph import TrainingGraph
 from . import checkpoints
 from .delivery import Loop, through_computed
 from .inputs import ShapeCheck, ordered_inputs
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from .optimizer import OrtOptimizer
 
 
-class OrtModule(nn.Module):
+class OrtModule(TrainingGraph):
     """Runs training artifacts: `loss = model(x, y); loss.backward()`.
 
     In training mode the training graph runs and the loss carries gradients; in eval mode, and under `no_grad`, the eval graph runs.
@@ -303,7 +305,7 @@ class OrtModule(nn.Module):
             counter.is_cpu and counter.dtype is torch.int64 and counter.numel() == 1 for counter in counters
         ):
             with torch.no_grad():
-                torch._foreach_add_(counters, 1)
+                foreach_add_(counters, 1)
             return
         with self._loop.lock:
             for counter in counters:  # after a run has emptied the caches, PyTorch's operator would take 100 us

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..artifacts import OptimizerSpec
 from ..engines.graph_updates import GraphUpdater
 from ..engines.memory import zeros_like_all
 from ..engines.updates import TorchUpdater, Update, Updater, clip_gradients
 from ..errors import CheckpointError, UnsupportedError
+from ..pytorch_private import has_step_hooks, profiler_enabled, set_grad_enabled
 from ..state import DEFAULT_LR, OptimizerGroup
 from .module import OrtModule
 from .optimizer_state import (
@@ -100,28 +100,22 @@ class OrtOptimizer(torch.optim.Optimizer):
         if closure is not None or self._is_watched() or torch.compiler.is_compiling():
             return self._watched_step(closure)
         before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             self._step_groups()
         finally:
-            torch._C._set_grad_enabled(before)
+            set_grad_enabled(before)
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # tells torch.optim.Optimizer not to wrap it
 
     def _is_watched(self) -> bool:
         """Whether there are step hooks to call, or a profiler to tell."""
-        return bool(
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
-        )
+        return has_step_hooks(self) or profiler_enabled()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for every optimizer; without the record for a profiler where there is none, which takes longer than the rest."""
-        if not set_to_none or torch._C._autograd._profiler_enabled() or torch.compiler.is_compiling():
+        if not set_to_none or profiler_enabled() or torch.compiler.is_compiling():
             super().zero_grad(set_to_none)
             return
         for group in self.param_groups:

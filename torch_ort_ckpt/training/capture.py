@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from ..bridge import TO_ORT_MOMENTS, group_from_torch
 from ..errors import CheckpointError
+from ..pytorch_private import is_zero
 from ..state import CheckpointState
+from ..training_graph import TrainingGraph
 from . import tree
 from .distributed import is_sharded, rank, unwrap
 from .randomness import random_states, set_random_states
@@ -72,7 +74,7 @@ def capture(training: Training) -> Captured:
     state = _checkpoint(model, model_dict, training.optimizer, optimizer_dict, training.progress)
     shared = {
         "model": model_dict,
-        "dropout": [model.seed, model.draws] if _is_ort(model) else None,
+        "dropout": [model.seed, model.draws] if isinstance(model, TrainingGraph) else None,
         "optimizer": optimizer_dict,
         "scheduler": training.scheduler.state_dict() if training.scheduler is not None else None,
         "scaler": training.scaler.state_dict() if training.scaler is not None else None,
@@ -97,18 +99,12 @@ def restore(training: Training, shared: Mapping[str, Any], local: Mapping[str, A
     if training.data is not None and local["data"] is not None:
         training.data.load_state_dict(local["data"])
     set_random_states(local["random"])
-    if shared["dropout"] is not None and _is_ort(model):
-        seed: Any = model.seed_dropout
-        seed(*shared["dropout"])  # after torch's generators, whose seed it watches
+    if shared["dropout"] is not None and isinstance(model, TrainingGraph):
+        model.seed_dropout(*shared["dropout"])  # after torch's generators, whose seed it watches
     model.zero_grad(set_to_none=True)
     if gradients is not None:
         _set_gradients(model, gradients)
     training.progress.update(shared["progress"])
-
-
-def _is_ort(model: nn.Module) -> bool:
-    # By what it has rather than by its class, so that training plain modules imports no onnx.
-    return hasattr(model, "seed_dropout") and hasattr(model, "load_checkpoint")
 
 
 # State dicts by parameter name
@@ -124,7 +120,7 @@ def _state_dicts(training: Training) -> tuple[dict[str, Any], dict[str, Any] | N
         return get_model_state_dict(model, options=options), moments
     if optimizer is None:
         return model.state_dict(), None
-    if _is_zero(optimizer):
+    if is_zero(optimizer):
         optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]  # ZeroRedundancyOptimizer's
         if rank() != 0:
             return model.state_dict(), None
@@ -149,10 +145,6 @@ def _load_state_dicts(training: Training, model_dict: dict[str, Any], optimizer_
             optimizer.load_state_dict(_numbered(optimizer_dict, _names(model, optimizer), optimizer))
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"the entry does not fit the model and optimizer: {error}", remedy="It was saved from others.") from error
-
-
-def _is_zero(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer, "consolidate_state_dict")
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -205,11 +197,10 @@ def _checkpoint(
     progress: Mapping[str, int | float | str],
 ) -> CheckpointState:
     properties = {f"training.{name}": value for name, value in progress.items()}
-    if _is_ort(model):
-        from ..runtime.optimizer import OrtOptimizer
+    if isinstance(model, TrainingGraph):
+        from ..runtime.optimizer import OrtOptimizer  # brings onnx, which such a model has brought already
 
-        take: Any = model.checkpoint
-        state: CheckpointState = take(optimizer if isinstance(optimizer, OrtOptimizer) else None, properties=properties)
+        state = model.checkpoint(optimizer if isinstance(optimizer, OrtOptimizer) else None, properties=properties)
         if isinstance(optimizer, OrtOptimizer):
             return state
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..paths import refuse_url
-from ..storage import PathLike
+from ..storage import PathLike, as_path
 from .schedule import LearningRate
 
 
@@ -72,6 +72,9 @@ class RunnerConfig:
             _one_of("loss_scale", self.loss_scale, ("dynamic",))
         elif self.loss_scale is not None and not (self.loss_scale > 0 and math.isfinite(self.loss_scale)):
             raise CheckpointError(f'must be a positive number or "dynamic", not {self.loss_scale}', field="loss_scale")
+        for name in ("checkpoints_dir", "checkpoint_to_load_path", "log_dir", "perf_output_dir", "export_path"):
+            if getattr(self, name) is not None:
+                as_path(getattr(self, name))
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         _one_of("keep_best_mode", self.keep_best_mode, ("min", "max"))
         for name in ("checkpoint_period", "max_num_checkpoints", "keep_best"):

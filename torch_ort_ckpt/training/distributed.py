@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError
+from ..pytorch_private import compiled_module, is_distributed
 
 T = TypeVar("T")
 
@@ -49,8 +50,8 @@ def world_size() -> int:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's module inside DistributedDataParallel, `torch.compile` and the like."""
     while True:
-        inner = getattr(model, "module", None) if isinstance(model, WRAPPERS) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
+        inner = model.module if isinstance(model, WRAPPERS) else compiled_module(model)
+        if inner is None:
             return model
         model = inner
 
@@ -60,9 +61,7 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 (or anything else that makes DTensors) holds the parameters in pieces."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(is_distributed(parameter) for parameter in model.parameters())
 
 
 def data_parallel(model: nn.Module, **options: Any) -> nn.Module:

@@ -22,8 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..paths import refuse_url
-from ..storage import PathLike, save_error, warn
+from ..storage import PathLike, as_path, save_error, warn
 from . import directory as entries
 from .capture import Captured, Training, capture, restore
 from .distributed import Ranks, world_size
@@ -64,8 +63,7 @@ class CheckpointManager:
         for name, choice, allowed in (("mode", mode, ("min", "max")), ("on_error", on_error, ("raise", "warn"))):
             if choice not in allowed:
                 raise CheckpointError(f"{choice!r} is not one of {', '.join(allowed)}", field=name)
-        refuse_url(directory, "directory")
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = Path(os.path.abspath(as_path(directory)))
         self.period, self.max_num_checkpoints = period, max_num_checkpoints
         self.keep_best, self.mode = keep_best, mode
         self.async_save, self.on_error, self.durable = async_save, on_error, durable

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from ..bridge import to_optimizer_state_dict, to_state_dict
 from ..errors import CheckpointError, UnsupportedError
 from ..formats import load
+from ..pytorch_private import is_fsdp
+from ..training_graph import TrainingGraph
 from . import distributed
 from .config import RunnerConfig
 from .entry import MANIFEST, read_entry
@@ -24,6 +26,9 @@ from .feed import Feed
 from .manager import CheckpointManager
 from .reporting import Bar, Board, Clock, write_performance
 from .sampler import sharded
+
+if TYPE_CHECKING:
+    from ..runtime.optimizer import OrtOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +98,13 @@ class TrainingRunner:
         export: Callable[[nn.Module, Path], None] | None = None,
     ) -> None:
         self.config, self.optimizer = config, optimizer
+        self._graph_optimizer = _graph_optimizer(optimizer, distributed.unwrap(model))
         self._loss, self._metric, self._post_evaluation = loss or _direct, metric, post_evaluation
         self._callbacks, self._export = list(callbacks), export
         inner = distributed.unwrap(model)
         if config.mapped_dimensions:
             _fix_dimensions(inner, config.mapped_dimensions)
-        if config.export_path is not None and export is None and not hasattr(inner, "export_inference"):
+        if config.export_path is not None and export is None and not isinstance(inner, TrainingGraph):
             raise UnsupportedError(f"a {type(inner).__name__} can't export itself", field="export_path", remedy="Pass export= a function.")
         distributed.start()
         self._ranks = distributed.Ranks()
@@ -169,7 +175,7 @@ class TrainingRunner:
             self.gradient_norm = nn.utils.clip_grad_norm_(model.parameters(), self.config.max_grad_norm)
         if scaler is None:
             optimizer.step()
-            done = getattr(optimizer, "updated", True)
+            done = self._graph_optimizer.updated if self._graph_optimizer is not None else True
         else:
             done = self._scaled_update(scaler)
         optimizer.zero_grad(set_to_none=True)
@@ -317,9 +323,8 @@ class TrainingRunner:
         if config.export_path is not None:
             if self._export is not None:
                 self._export(model, Path(config.export_path))
-            else:
-                export: Any = model.export_inference
-                export(config.export_path, config.export_outputs)
+            elif isinstance(model, TrainingGraph):
+                model.export_inference(config.export_path, config.export_outputs)
 
     def _result(self, resumed_from: int | None, preempted: bool) -> Result:
         loss = float(self.last_loss) if self.last_loss is not None else float("nan")
@@ -360,7 +365,7 @@ def _scaler(scale: float | str | None, device: str) -> Any:
 
 def _without_sync(model: nn.Module, closing: bool) -> Any:
     """Gradients travel between ranks only when the window closes."""
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+    if is_fsdp(model):
         choose: Any = model.set_requires_gradient_sync
         choose(closing)
     elif not closing and isinstance(model, nn.parallel.DistributedDataParallel):
@@ -369,21 +374,27 @@ def _without_sync(model: nn.Module, closing: bool) -> Any:
 
 
 def _fix_dimensions(model: nn.Module, dimensions: Mapping[str, int]) -> None:
-    fix: Any = getattr(model, "fix_dimensions", None)
-    if fix is None:
+    if not isinstance(model, TrainingGraph):
         raise UnsupportedError(f"a {type(model).__name__} has no symbolic dimensions", field="mapped_dimensions", remedy="OrtModule has.")
-    fix(dimensions)
+    model.fix_dimensions(dimensions)
+
+
+def _graph_optimizer(optimizer: Optimizer, model: nn.Module) -> OrtOptimizer | None:
+    """The optimizer, if it runs the optimizer graph of the artifacts."""
+    if not isinstance(model, TrainingGraph):
+        return None
+    from ..runtime.optimizer import OrtOptimizer  # brings onnx, which such a model has brought already
+
+    return optimizer if isinstance(optimizer, OrtOptimizer) else None
 
 
 def _load_weights(model: nn.Module, optimizer: Optimizer, source: Any) -> None:
     """Start from a checkpoint of any format: weights, and the optimizer's state where there is one."""
     inner, state = distributed.unwrap(model), load(source)
-    if hasattr(inner, "load_checkpoint"):
-        from ..runtime.optimizer import OrtOptimizer
-
-        restore: Any = inner.load_checkpoint
-        restore(state, optimizer if isinstance(optimizer, OrtOptimizer) else None)
-        if isinstance(optimizer, OrtOptimizer):
+    if isinstance(inner, TrainingGraph):
+        own = _graph_optimizer(optimizer, inner)
+        inner.load_checkpoint(state, own)
+        if own is not None:
             return
     else:
         inner.load_state_dict(to_state_dict(state))

@@ -6,7 +6,7 @@ from .engine import TorchEngine
 from .registry import register_op, supported_ops
 from .translate import Translation, translate
 
-for _family in ("attention", "loss", "math", "microsoft", "nn", "pool", "reduce", "resize", "rnn", "sequence", "shape"):
+for _family in ("attention", "loss", "math", "microsoft", "nn", "pool", "reduce", "resize", "rnn", "sequence", "shape", "signal"):
     import_module(f"{__name__}.ops_{_family}")  # each fills the table of operators
 
 __all__ = ["TorchEngine", "Translation", "register_op", "supported_ops", "translate"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import keyword
 import re
 from typing import Any
@@ -16,6 +15,9 @@ from ...dtypes import TORCH_FROM_ONNX
 from ...errors import UnsupportedError
 
 _DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "qk_matmul_precision"}
+_LONGEST = 60
+_NOT_FOR_VALUES = {"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}
+"""Names that the code of an fx graph has another use for."""
 _IGNORED_ATTRIBUTES = {"__backwardpass", "onnx_opset_version"}
 """Marks that ORT's graph builder leaves on nodes."""
 
@@ -59,15 +61,23 @@ def torch_dtype(number: int) -> torch.dtype:
 
 
 def identifier(name: str) -> str:
-    """A Python identifier close to an ONNX name."""
-    text = re.sub(r"\W+", "_", name).strip("_") or "value"
-    if not f"v_{text}".isidentifier():  # signs like ½ count as letters, but not in Python's names
-        text = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
-    return text if text.isidentifier() and not keyword.iskeyword(text) and text not in _TAKEN else f"v_{text}"
+    """A Python identifier close to an ONNX name (to its end, if it is long)."""
+    text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")[-_LONGEST:].lstrip("_") or "value"
+    if keyword.iskeyword(text) or text in _NOT_FOR_VALUES:
+        return f"{text}_"
+    return f"v_{text}" if text[0].isdigit() else text
 
 
-_TAKEN = frozenset({"self", "torch", "operator", "math", "inf", "nan", "NoneType", "device", "fx_pytree", "pytree", *dir(builtins)})
-"""What generated code refers to by these names."""
+def plain_numbers(tensor: torch.Tensor) -> Any:
+    """As `tolist`, but a float32 is the shortest number that rounds to it: the 0.1 that somebody wrote, not 0.10000000149011612. In
+    float32 that is the same, and in double precision it is what the model's author meant."""
+    if tensor.dtype != torch.float32:
+        return tensor.tolist()
+    return _shortest(tensor.detach().cpu().numpy())
+
+
+def _shortest(value: Any) -> Any:
+    return [_shortest(item) for item in value] if value.ndim else float(str(value[()]))
 
 
 _PLAIN = {

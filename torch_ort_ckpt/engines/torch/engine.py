@@ -17,9 +17,10 @@ import torch
 from ...artifacts import Artifacts
 from ...errors import CheckpointError, MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
+from ...pytorch_private import keeps_graph
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
-from ..gradients import keeps_graph, refuse_second_derivative, scale, spent
+from ..gradients import refuse_second_derivative, scale, spent
 from .translate import Translation, translate
 
 

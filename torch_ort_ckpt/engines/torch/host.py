@@ -50,7 +50,10 @@ def fold_host(graph: fx.Graph, operator_name: str, inputs: list[Any], attributes
         return None
     if operator_name not in ("Shape", "Size") and not all(value is None or isinstance(value, Host) for value in inputs):
         return None
-    return rule(_Emitter(graph), inputs, attributes)
+    try:
+        return rule(_Emitter(graph), inputs, attributes)
+    except (ArithmeticError, IndexError, ValueError):  # what Python's numbers refuse, such as 1.0 / 0.0, tensors may have an answer for
+        return None
 
 
 def number_to_int(value: Any) -> Any:
@@ -69,8 +72,8 @@ def square_root(value: Any) -> Any:
 
 def each(name: str, *values: Any) -> Any:
     """Apply the named function elementwise over tuples, with ONNX's broadcasting of scalars and one-element tuples."""
-    length = max(len(value) for value in values if isinstance(value, tuple))
     wide = [value if isinstance(value, tuple) else (value,) for value in values]
+    length = max(len(value) for value in wide) if all(wide) else 0
     return tuple(ELEMENTWISE[name](*(value[0] if len(value) == 1 else value[i] for value in wide)) for i in range(length))
 
 
@@ -117,7 +120,7 @@ class _Emitter:
         if any(host.rank == 1 and not isinstance(host.value, tuple) for host in hosts):
             return Host(self.graph.call_function(each, (function.__name__, *values)), 1, dtype)
         wide = [value if isinstance(value, tuple) else (value,) for value in values]
-        length = max(len(value) for value in wide)
+        length = max(len(value) for value in wide) if all(wide) else 0
         parts = tuple(self(function, *(value[0] if len(value) == 1 else value[i] for value in wide)) for i in range(length))
         return Host(parts, 1, dtype)
 
@@ -138,14 +141,23 @@ def _elementwise(name: str, function: Callable[..., Any], dtype: torch.dtype | N
     _RULES[name] = lambda emit, inputs, attributes: emit.elementwise(function, inputs, dtype) if not attributes else None
 
 
+def _extreme(name: str, function: Callable[..., Any]) -> None:
+    """Max and Min take any number of inputs. Of one, Python's functions would take it for a list; of floats, one may be NaN."""
+
+    def rule(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Host | None:
+        if len(inputs) == 1:
+            return Host(inputs[0].value, inputs[0].rank, inputs[0].dtype)
+        return emit.elementwise(function, inputs) if not inputs[0].dtype.is_floating_point else None
+
+    _RULES[name] = rule
+
+
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": operator.add,
     "Sub": operator.sub,
     "Mul": operator.mul,
     "Neg": operator.neg,
     "Abs": operator.abs,
-    "Max": max,
-    "Min": min,
     "Where": choose,
 }
 _COMPARISON: dict[str, Callable[..., Any]] = {
@@ -162,6 +174,8 @@ for _name, _function in _ARITHMETIC.items():
     _elementwise(_name, _function)
 for _name, _function in _COMPARISON.items():
     _elementwise(_name, _function, torch.bool)
+_extreme("Max", max)
+_extreme("Min", min)
 
 
 @_rule("Shape")
@@ -176,6 +190,9 @@ def _shape(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Hos
     else:
         whole = emit(getattr, value, "shape")
     start, end = attributes.get("start", 0), attributes.get("end")
+    single = end == start + 1 != 0 or (start, end) == (-1, None)
+    if single and not isinstance(whole, tuple):  # one dimension, which exporters squeeze next
+        return Host((emit(operator.getitem, whole, start),), 1)
     if start or end is not None:
         whole = emit(operator.getitem, whole, slice(start, end))
     return Host(whole, 1)
@@ -244,10 +261,12 @@ def _slice(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Hos
     if not all(isinstance(value, (tuple, list)) and len(value) == 1 for value in (starts, ends, steps)):
         return None
     place = slice(starts[0], ends[0], steps[0])
-    if not isinstance(inputs[0].value, tuple) and place.stop == place.start + 1 and place.step == 1:  # one dimension of a shape
-        return Host((emit(operator.getitem, inputs[0].value, place.start),), 1, inputs[0].dtype)
-    if not isinstance(inputs[0].value, tuple) or any(isinstance(part, fx.Node) for part in (place.start, place.stop, place.step)):
-        return Host(emit.graph.call_function(operator.getitem, (inputs[0].value, place)), 1, inputs[0].dtype)
+    known = not any(isinstance(part, fx.Node) for part in (place.start, place.stop, place.step))
+    whole = inputs[0].value
+    if known and not isinstance(whole, tuple) and place.stop == place.start + 1 != 0 and place.step == 1:  # one dimension of a shape
+        return Host((emit(operator.getitem, whole, place.start),), 1, inputs[0].dtype)
+    if not known or not isinstance(whole, tuple):
+        return Host(emit.graph.call_function(operator.getitem, (whole, place)), 1, inputs[0].dtype)
     return Host(inputs[0].value[place], 1, inputs[0].dtype)
 
 
@@ -264,15 +283,22 @@ def _concat(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Ho
 
 @_rule("Unsqueeze")
 def _unsqueeze(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Host | None:
-    return Host((inputs[0].value,), 1, inputs[0].dtype) if inputs[0].rank == 0 else None
+    axes = inputs[1].value if len(inputs) > 1 else attributes["axes"]
+    single = isinstance(axes, int) or (isinstance(axes, (tuple, list)) and len(axes) == 1)
+    return Host((inputs[0].value,), 1, inputs[0].dtype) if inputs[0].rank == 0 and single else None
 
 
 @_rule("Squeeze")
 def _squeeze(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Host | None:
+    value = inputs[0].value
     if inputs[0].rank == 0:
         return None
-    value = inputs[0].value
-    return Host(value[0] if isinstance(value, tuple) else emit(operator.getitem, value, 0), 0, inputs[0].dtype)
+    if isinstance(value, tuple):
+        return Host(value[0], 0, inputs[0].dtype) if len(value) == 1 else None
+    axes = inputs[1] if len(inputs) > 1 else attributes.get("axes")
+    if axes is None:  # whether there is anything to squeeze depends on its length
+        return None
+    return Host(emit(operator.getitem, value, 0), 0, inputs[0].dtype)
 
 
 @_rule("Reshape")
@@ -280,9 +306,20 @@ def _reshape(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> H
     shape = inputs[1].value
     if not isinstance(shape, tuple) or len(shape) > 1:
         return None
+    value, rank, dtype = inputs[0].value, inputs[0].rank, inputs[0].dtype
     if len(shape) == 1:
-        return Host(inputs[0].value if inputs[0].rank else (inputs[0].value,), 1, inputs[0].dtype)
-    return _squeeze(emit, inputs[:1], {}) or inputs[0]
+        return Host(value if rank else (value,), 1, dtype) if _fits(value, rank, shape[0]) else None
+    if rank == 0:
+        return Host(value, 0, dtype)
+    if isinstance(value, tuple):
+        return Host(value[0], 0, dtype) if len(value) == 1 else None
+    return Host(emit(operator.getitem, value, 0), 0, dtype)
+
+
+def _fits(value: Any, rank: int, size: Any) -> bool:
+    """Whether a number, or a tuple, can have this size as its only dimension, as far as that is known here."""
+    unknown = isinstance(size, fx.Node) or (rank == 1 and not isinstance(value, tuple))
+    return unknown or size in (-1, len(value) if rank else 1)
 
 
 @_rule("ConstantOfShape")
@@ -295,7 +332,7 @@ def _constant_of_shape(emit: _Emitter, inputs: list[Any], attributes: dict[str, 
 
 @_rule("ReduceProd")
 def _reduce_prod(emit: _Emitter, inputs: list[Any], attributes: dict[str, Any]) -> Host | None:
-    if inputs[0].rank != 1:
+    if inputs[0].rank != 1 or attributes.get("noop_with_empty_axes"):
         return None
     whole = emit(product, inputs[0].value)
     return Host((whole,), 1, inputs[0].dtype) if attributes.get("keepdims", 1) else Host(whole, 0, inputs[0].dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .registry import Int, Kind, Scalar, register_op
+from .registry import Int, Kind, Operand, Scalar, register_op
 
 _UNARY: dict[str, Callable[..., Any]] = {
     "Abs": torch.abs,
@@ -67,26 +67,25 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "BitwiseXor": operator.xor,
 }
 for _name, _function in _BINARY.items():
-    register_op(_name, takes=(Kind.SCALAR, Kind.SCALAR))(_function)
+    register_op(_name, takes=(Kind.OPERAND, Kind.OPERAND))(_function)
 
 
 @register_op("Div")
-def div(a: Scalar, b: Scalar) -> Any:
+def div(a: Operand, b: Operand) -> Any:
     """Integers truncate toward zero, as in C."""
     number = a if isinstance(a, Tensor) else b
     return a / b if number.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
 @register_op("Mod")
-def mod(a: Scalar, b: Scalar, *, fmod: int = 0) -> Any:
+def mod(a: Operand, b: Operand, *, fmod: int = 0) -> Any:
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
 @register_op("Pow")
-def power(a: Scalar, b: Scalar) -> Any:
+def power(a: Tensor, b: Scalar) -> Tensor:
     """The result has the base's type."""
-    result = a**b
-    return result.to(a.dtype) if isinstance(a, Tensor) else result
+    return torch.pow(a, b).to(a.dtype)
 
 
 @register_op("BitShift")
@@ -134,7 +133,7 @@ def mean_of_all(*values: Tensor) -> Tensor:
 
 
 @register_op("Where")
-def where(condition: Tensor, a: Scalar, b: Scalar) -> Tensor:
+def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
     return torch.where(condition, a, b)
 
 

@@ -110,7 +110,7 @@ def gather(x: Tensor, indices: Scalar, *, axis: int = 0) -> Tensor:
     if axis == 0 and x.dim() == 2 and x.is_floating_point():
         return F.embedding(indices, x)  # its backward is much faster than that of indexing
     axis %= x.dim()
-    return x.index_select(axis, indices.reshape(-1)).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return x.index_select(axis, indices.reshape(-1)).reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 @register_op("GatherElements")
@@ -216,10 +216,10 @@ def constant_of_shape(shape: Ints, *, value: Any = 0.0, value_dtype: torch.dtype
 
 
 @register_op("Range")
-def arange(start: Scalar, limit: Scalar, delta: Scalar, *, device: torch.device) -> Tensor:
+def arange(start: Scalar, limit: Scalar, delta: Scalar, *, number_dtype: torch.dtype | None = None, device: torch.device) -> Tensor:
+    dtype = start.dtype if isinstance(start, Tensor) else number_dtype
     first, last, step = (v.item() if isinstance(v, Tensor) else v for v in (start, limit, delta))
-    result = torch.arange(first, last, step, device=device)
-    return result.to(start.dtype) if isinstance(start, Tensor) else result
+    return torch.arange(first, last, step, dtype=dtype, device=device)
 
 
 @register_op("EyeLike")

@@ -2,8 +2,10 @@
 
 An operator is one function. Its positional parameters are the node's inputs, its keyword-only parameters the node's attributes, by
 their ONNX names and defaults. What an input may be is said by the annotation: `Tensor`, `Ints` (a shape, axes: Python ints, so that
-nothing is read back from a device and `torch.compile` sees no graph break) or `Scalar` (a tensor, or a Python number where it is known).
-Two keyword names are filled in by the translator: `outputs` (how many outputs the graph uses) and `device` (where the model runs).
+nothing is read back from a device and `torch.compile` sees no graph break), `Scalar` (a tensor, or a Python number where it is known) or
+`Operand` (the same, but never a number without a tensor beside it, which gives the result its type).
+Three keyword names are filled in by the translator: `outputs` (how many outputs the graph uses), `device` (where the model runs) and
+`number_dtype` (the type that the numbers have in the graph; None if there are only tensors).
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ class Kind(Enum):
     TENSOR = "tensor"
     HOST = "Python ints"
     SCALAR = "tensor or number"
+    OPERAND = "tensor, or a number beside a tensor"
 
 
 Ints = Annotated[Sequence[int], Kind.HOST]
 Int = Annotated[int, Kind.HOST]
 Scalar = Annotated[Any, Kind.SCALAR]
+Operand = Annotated[Any, Kind.OPERAND]
 
 MICROSOFT = "com.microsoft"
 _Function = TypeVar("_Function", bound=Callable[..., Any])

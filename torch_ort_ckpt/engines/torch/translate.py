@@ -176,9 +176,10 @@ class GraphBuilder:
         if not isinstance(value, Host):
             return value
         if value.constant:
-            node = self._buffer(name, torch.tensor(value.value, dtype=value.dtype))
-            self.values[name + "$tensor"] = node
-            return node
+            known = f"{name}$tensor"
+            if known not in self.values:
+                self.values[known] = self._buffer(name, torch.tensor(value.value, dtype=value.dtype))
+            return self.values[known]
         return self.graph.call_function(torch.tensor, (value.value,), {"dtype": value.dtype, "device": self.device()})
 
     def device(self) -> Any:
@@ -203,7 +204,8 @@ class GraphBuilder:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         module = fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
-        module._non_persistent_buffers_set.update(name for name, _ in module.named_buffers(recurse=False))  # GraphModule forgets it
+        for name, value in list(module.named_buffers(recurse=False)):  # GraphModule forgets that they are not part of a state dict
+            module.register_buffer(name, value, persistent=False)
         return module
 
     def submodule(self, module: nn.Module) -> fx.Node:
@@ -226,7 +228,7 @@ class GraphBuilder:
         if len(node.output) == 1 and (host := fold_host(self.graph, name, inputs, attributes)) is not None:
             self.values[node.output[0]] = host
             return
-        args = [self._argument(op, place, name) for place, name in enumerate(node.input)]
+        args = [self._argument(op, place, name, self._beside_tensor(op, inputs)) for place, name in enumerate(node.input)]
         while args and args[-1] is None:
             args.pop()
         if op.keywords is not None:
@@ -244,14 +246,16 @@ class GraphBuilder:
                 )
             if "outputs" in op.keywords:
                 attributes["outputs"] = len(node.output)
+            if "number_dtype" in op.keywords:
+                attributes["number_dtype"] = next((value.dtype for value in inputs if isinstance(value, Host)), None)
             if "device" in op.keywords:
                 attributes["device"] = self.device()
+        _unpack_numbers(op, attributes)
         if (known := self._constants(node, args)) is not None:
-            device = {"device": torch.device("cpu")} if op.takes("device") else {}
-            result = op.function(*known, **{**attributes, **device})
+            result = _computed(op, known, attributes, where)
             if not isinstance(result, list):  # a sequence
                 for name, value in zip(node.output, result if isinstance(result, tuple) else [result], strict=False):
-                    self.add_constant(name, value if isinstance(value, torch.Tensor) else torch.tensor(value))
+                    self.add_constant(name, value)
                 return
         self._store(node, self._call(op, args, attributes, node))
 
@@ -274,9 +278,7 @@ class GraphBuilder:
     def _call(self, op: Op, args: list[Any], attributes: dict[str, Any], node: onnx.NodeProto) -> fx.Node:
         for name, value in list(attributes.items()):
             if isinstance(value, torch.Tensor):
-                if op.takes(f"{name}_dtype"):
-                    attributes[f"{name}_dtype"] = value.dtype
-                attributes[name] = value.item() if value.numel() == 1 else self._buffer(f"{node.output[0]}_{name}", value)
+                attributes[name] = self._buffer(f"{node.output[0]}_{name}", value)
         attributes = {name: value for name, value in attributes.items() if name not in op.defaults or not _same(op.defaults[name], value)}
         call = self.graph.create_node("call_function", op.function, tuple(args), attributes, name=identifier(node.output[0]))
         call.meta["onnx"] = f"{node.op_type} {node.name}".strip()
@@ -292,16 +294,43 @@ class GraphBuilder:
                 if name:
                     self.values[name] = self.graph.call_function(operator.getitem, (result, place))
 
-    def _argument(self, op: Op, place: int, name: str) -> Any:
+    def _beside_tensor(self, op: Op, inputs: Sequence[Any]) -> bool:
+        """Whether one of the operands is a tensor, so that the others may be numbers."""
+        return any(op.kind(place) is Kind.OPERAND and isinstance(value, fx.Node) for place, value in enumerate(inputs))
+
+    def _argument(self, op: Op, place: int, name: str, beside_tensor: bool) -> Any:
         value = self.value(name)
         kind = op.kind(place)
         if isinstance(value, Host):
-            return value.value if kind is Kind.HOST or (kind is Kind.SCALAR and value.rank == 0) else self.tensor(name)
+            number = value.rank == 0 and (kind is Kind.SCALAR or (kind is Kind.OPERAND and beside_tensor))
+            return value.value if kind is Kind.HOST or number else self.tensor(name)
         if kind is Kind.HOST and value is not None:
             if value.op == "get_attr":
                 return self.root.get_buffer(value.target).tolist()
             return self.graph.call_function(torch.Tensor.tolist, (value,))
         return value
+
+
+def _unpack_numbers(op: Op, attributes: dict[str, Any]) -> None:
+    """A tensor of one element as an attribute (a fill value) becomes a number, and its type another attribute if the function takes it."""
+    for name, value in list(attributes.items()):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            if op.takes(f"{name}_dtype"):
+                attributes[f"{name}_dtype"] = value.dtype
+            attributes[name] = value.item()
+
+
+def _computed(op: Op, args: list[Any], attributes: Mapping[str, Any], where: str) -> Any:
+    """What the operator makes of constants."""
+    device = {"device": torch.device("cpu")} if op.takes("device") else {}
+    try:
+        return op.function(*args, **{**attributes, **device})
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        raise UnsupportedError(
+            f"{op.name} can't be computed from its constant inputs ({str(error).strip().splitlines()[0]})",
+            field=where,
+            remedy='Check the node, or use engine="ort".',
+        ) from error
 
 
 def _fixed_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,84 @@
+"""What every state must be, whatever format it goes to: names are text, tensors are plain, numbers fit.
+
+A state is made by hand or by other libraries. What no file could give back as it was is refused here, by name, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import UnsupportedError
+from ..state import CheckpointState, Value, is_string
+from ..storage import PathLike
+
+
+def check_state(state: CheckpointState, path: PathLike) -> None:
+    """Raise `UnsupportedError` with the field that can't be written."""
+    for kind in ("trainable", "frozen", "mixed_precision", "partitions", "optimizer", "properties"):
+        _check_names(getattr(state, kind), path, kind)
+    for group_name, group in state.optimizer.items():
+        _check_names(group.states, path, f"optimizer/{group_name}")
+        _check_names(group.hyperparameters, path, f"optimizer/{group_name}/hyperparameters")
+        for param, moments in group.states.items():
+            _check_names(moments, path, f"optimizer/{group_name}/{param}")
+        if type(group.step) is not int:
+            _refuse(f"step is a {type(group.step).__name__}, not an int", path, f"optimizer/{group_name}")
+        for key in ("initial_lr", "lr"):
+            rate = getattr(group, key)
+            if not (isinstance(rate, (int, float)) and not isinstance(rate, bool)) and not (key == "lr" and rate is None):
+                _refuse(f"{key} is a {type(rate).__name__}, not a number", path, f"optimizer/{group_name}", "Pass float(rate).")
+    if both := state.trainable.keys() & state.frozen.keys():
+        _refuse("both trainable and frozen", path, min(both))
+    for label, value in state.tensors():
+        _check_tensor(value, path, label)
+    for name, alias in state.mixed_precision.items():
+        if is_string(alias) or alias.dtype not in (torch.float16, torch.bfloat16):
+            _refuse("a half-precision alias must be float16 or bfloat16", path, f"mixed_precision/{name}")
+    for name, text in state.properties.items():
+        if isinstance(text, str):
+            _check_text(text, path, f"properties/{name}")
+    for name, info in state.partitions.items():
+        numbers = (*info.original_dim, info.megatron_row_partition)
+        if not isinstance(info.original_dim, tuple) or not all(
+            type(number) is int and -(1 << 63) <= number < 1 << 63 for number in numbers
+        ):
+            _refuse("not a shape and an axis of 64-bit integers", path, f"partitions/{name}")
+
+
+def _check_names(names: Iterable[Any], path: PathLike, where: str) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            _refuse(f"a name that is no text but a {type(name).__name__}", path, f"{where}/{name!r}", "Use str.")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            _refuse("a name that is not Unicode text", path, f"{where}/{name}", "Rename it.")
+
+
+def _check_tensor(value: Value, path: PathLike, where: str) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized or value.is_nested:
+            kind = "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            _refuse(f"a {kind} tensor; checkpoints hold dense ones", path, where, "Pass .dequantize() or .to_dense().")
+        return
+    if not is_string(value) or value.dtype != object:
+        kind = f"numpy array of {value.dtype}" if is_string(value) else type(value).__name__
+        _refuse(f"a {kind}, neither a torch.Tensor nor a numpy array of strings (dtype object)", path, where, "Use torch.from_numpy.")
+    for text in value.reshape(-1).tolist():
+        if not isinstance(text, str):
+            _refuse(f"a {type(text).__name__} among the strings", path, where, "Convert it to str first.")
+        _check_text(text, path, where)
+
+
+def _check_text(text: str, path: PathLike, where: str) -> None:
+    try:
+        text.encode("utf-8", "surrogateescape")  # bytes that were no UTF-8 in the file they came from
+    except UnicodeEncodeError:
+        _refuse("text that is not Unicode (it has half of a surrogate pair)", path, where)
+
+
+def _refuse(what: str, path: PathLike, field: str, remedy: str | None = None) -> NoReturn:
+    raise UnsupportedError(what, path=path, field=field, remedy=remedy)
