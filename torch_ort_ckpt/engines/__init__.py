@@ -16,7 +16,7 @@ from torch import device as Device
 
 from ..artifacts import Artifacts
 from ..errors import CheckpointError, UnsupportedError
-from ..graphs import refuse_crashes
+from ..graphs import TensorSpec, refuse_crashes
 from . import cuda
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,9 @@ class Engine(Protocol):
     name: str
     differentiable: bool
     """Whether inputs and extra outputs take part in autograd, evaluation too, and random numbers are torch's own."""
+
+    def input_specs(self, parameters: Tensors) -> Sequence[TensorSpec]:
+        """What the user feeds, in order. The types follow the parameters' where the engine can (`model.bfloat16()`)."""
 
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[Tensor, ...]:
         """Outputs of the training graph, loss first. The loss is attached to autograd through the parameters that require gradients."""

@@ -55,6 +55,9 @@ class OrtEngine:
             raise UnsupportedError(f"ONNX Runtime runs on cpu and cuda, not on {options.device}", remedy='Use engine="torch".')
         import_onnxruntime()
 
+    def input_specs(self, parameters: Tensors) -> list[TensorSpec]:
+        return self.artifacts.inputs
+
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         graph = self.training_graph()
         trainable = [parameters[index] for index in graph.trainable]

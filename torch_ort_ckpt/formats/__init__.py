@@ -32,7 +32,7 @@ from ..names import check_aliases
 from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, as_path, readable, warn
-from .soundness import check_loaded, check_saved
+from .soundness import check_loaded
 from .writability import check_state
 
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
@@ -164,7 +164,6 @@ def save(
         raise UnsupportedError(
             f"format {format!r} can be read, not written", path=path, remedy="Write another format: convert to ort, safetensors or torch."
         )
-    check_saved(state, path)
     if not overwrite and exists(path):
         raise CheckpointError("exists already", path=path, remedy="Pass overwrite=True (--overwrite) to replace it.")
     state = dataclasses.replace(

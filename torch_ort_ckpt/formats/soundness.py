@@ -1,4 +1,4 @@
-"""What must hold for every state that comes from a file, whatever its format, and for every state that goes into one."""
+"""What must hold for every state that comes from a file, whatever its format."""
 
 from __future__ import annotations
 
@@ -23,21 +23,6 @@ def check_loaded(state: CheckpointState, path: PathLike) -> None:
         if not is_shallow(group.hyperparameters):
             raise CorruptFileError("nested too deeply", path=path, field=f"optimizer/{group_name}/hyperparameters")
     _check_growth(state, path)
-
-
-def check_saved(state: CheckpointState, path: PathLike) -> None:
-    """Refuse what no format could give back, before one stumbles over it."""
-    for field, name in _names(state):
-        if not isinstance(name, str):
-            raise UnsupportedError(f"a name that is not text: {name!r}", path=path, field=field, remedy="Names are strings.")
-    for group_name, group in state.optimizer.items():
-        if not is_shallow(group.hyperparameters):
-            raise UnsupportedError("nested too deeply", path=path, field=f"optimizer/{group_name}/hyperparameters")
-    for name, info in state.partitions.items():
-        try:
-            check_partition(info)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedError(f"not a partition ({error})", path=path, field=f"partitions/{name}") from error
 
 
 def check_partition(info: PartitionInfo) -> None:

@@ -13,6 +13,7 @@ import torch
 from ..errors import UnsupportedError
 from ..state import CheckpointState, Value, is_string
 from ..storage import PathLike
+from .soundness import is_shallow
 
 
 def check_state(state: CheckpointState, path: PathLike) -> None:
@@ -24,6 +25,8 @@ def check_state(state: CheckpointState, path: PathLike) -> None:
         _check_names(group.hyperparameters, path, f"optimizer/{group_name}/hyperparameters")
         for param, moments in group.states.items():
             _check_names(moments, path, f"optimizer/{group_name}/{param}")
+        if not is_shallow(group.hyperparameters):
+            _refuse("nested too deeply", path, f"optimizer/{group_name}/hyperparameters")
         if type(group.step) is not int:
             _refuse(f"step is a {type(group.step).__name__}, not an int", path, f"optimizer/{group_name}")
         for key in ("initial_lr", "lr"):

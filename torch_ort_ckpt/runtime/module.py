@@ -7,7 +7,8 @@ import ctypes
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from ..engines.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs import BatchNorm, batch_norms
 from ..inference import export_inference
-from ..pytorch_private import foreach_add_
+from ..pytorch_private import foreach_add_, is_fsdp
 from ..state import CheckpointState, OptimizerGroup, is_string
 from ..storage import PathLike, warn
 from ..training_graph import TrainingGraph
@@ -27,7 +28,7 @@ from . import checkpoints
 from .delivery import Loop, through_computed
 from .inputs import ShapeCheck, ordered_inputs
 from .optimizer_state import SavedMoments
-from .scopes import Scope, compute_values, is_computed, lookup, place, refresh_values, set_own_attribute, tree_order
+from .scopes import Scope, compute_values, is_computed, lookup, materialize, place, refresh_values, set_own_attribute, tree_order
 
 if TYPE_CHECKING:
     from .optimizer import OrtOptimizer
@@ -78,14 +79,27 @@ class OrtModule(TrainingGraph):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
+        run: Callable[[], Any] = partial(self._run, args, kwargs)
+        for scope in self._sharded_scopes():  # whose parameters are whole while its own forward runs
+            run = partial(scope, run)
+        return run()
+
+    def _sharded_scopes(self) -> list[Scope]:
+        return [scope for scope in self._scopes if type(scope) is not Scope and is_fsdp(scope)]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         engine = self.engine
-        art = self.artifacts
-        inputs = ordered_inputs(
-            art.inputs, args, kwargs, self._options.device, differentiable=engine.differentiable, provided=art.input_gradients
-        )
-        self._check_shapes(inputs, engine.differentiable)
         training = self.training and torch.is_grad_enabled()
         tensors = self._tensors(training)
+        inputs = ordered_inputs(
+            engine.input_specs(tensors),
+            args,
+            kwargs,
+            self._options.device,
+            differentiable=engine.differentiable,
+            provided=self.artifacts.input_gradients,
+        )
+        self._check_shapes(inputs, engine.differentiable)
         if training:
             if self._loop.overwrite:
                 self.zero_grad()
@@ -99,14 +113,19 @@ class OrtModule(TrainingGraph):
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
-        inputs = ordered_inputs(self.artifacts.inputs, args, kwargs, self._options.device)
-        self._check_shapes(inputs, self.engine.differentiable)
+        if (type(self) is not OrtModule and is_fsdp(self)) or self._sharded_scopes():
+            raise UnsupportedError(
+                "train_step goes around the forward in which FSDP2 gathers parameters, and the backward in which it reduces gradients",
+                remedy="Use loss = model(...) and loss.backward().",
+            )
         loop, computed = self._loop, list[str]()
         with loop.lock, torch.no_grad():
             with torch.enable_grad():  # a computed parameter hands its gradient on
                 if self._forward_pre_hooks:
                     compute_values([self])
                 tensors = self._tensors(training=True, computed=computed)
+            inputs = ordered_inputs(self.engine.input_specs(tensors), args, kwargs, self._options.device)
+            self._check_shapes(inputs, self.engine.differentiable)
             if computed and loop.overwrite:
                 self.zero_grad()
                 loop.overwrite = False
@@ -235,6 +254,7 @@ class OrtModule(TrainingGraph):
         # Every attribute exists before the first parameter does, which may have its name.
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._slots: list[tuple[nn.Module, str]] = []
+        self._scopes: list[Scope] = []
         self._counters: list[tuple[nn.Module, str]] = []
         self._nominal_names = set(everything) - set(counters) if state.nominal else set()  # counters start at zero, as in PyTorch
         self._unfilled = set(self._nominal_names)
@@ -246,7 +266,7 @@ class OrtModule(TrainingGraph):
         buffers = statistics | self.artifacts.buffers
         places, values = {}, state.parameters
         for name in self.artifacts.in_order(everything):
-            tensor = _materialize(name, values[name], specs, state.nominal, self._options.device, slots.get(name))
+            tensor = materialize(name, values[name], specs, state.nominal, self._options.device, slots.get(name))
             owner, key = places[name] = place(self, name, self._hooked)
             if name in state.trainable or (tensor.is_floating_point() and name not in buffers):
                 owner._parameters[key] = nn.Parameter(tensor, requires_grad=name in state.trainable)
@@ -254,6 +274,7 @@ class OrtModule(TrainingGraph):
                 owner._buffers[key] = tensor
         self._places.update((name, places[name]) for name in tree_order(self))
         self._slots += [places[name] for name in specs]
+        self._scopes += [module for module in self.modules() if isinstance(module, Scope)]
         used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
         self._counters += [places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
 
@@ -380,17 +401,6 @@ def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> di
                 remedy='For example dimensions={"batch": 32}.',
             )
     return dict(dimensions)
-
-
-def _materialize(
-    name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device, slot: torch.Tensor | None
-) -> torch.Tensor:
-    if slot is not None:
-        return slot if nominal else slot.copy_(value.detach())
-    if not nominal:
-        return value.detach().clone(memory_format=torch.contiguous_format).to(device)
-    shape = specs[name].shape if name in specs else ()
-    return torch.zeros(shape, dtype=value.dtype, device=device)
 
 
 def _torch_seed() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,16 +31,22 @@ class Scope(nn.Module):
         if not set_own_attribute(self, name, value):
             super().__setattr__(name, value)
 
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """FSDP2 gathers a module's parameters before its forward, and gives them up after it: the graph runs in between."""
+        return run()
+
     def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        if not computes_values(hook):
+        if computes_values(hook):
+            if self not in self._hooked:
+                self._hooked.append(self)
+        elif not _is_sharding(hook):
             warn(_NEVER_CALLED)
-        elif self not in self._hooked:
-            self._hooked.append(self)
         return super().register_forward_pre_hook(hook, *args, **kwargs)
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        warn(_NEVER_CALLED)
-        return super().register_forward_hook(*args, **kwargs)
+    def register_forward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_sharding(hook):
+            warn(_NEVER_CALLED)
+        return super().register_forward_hook(hook, *args, **kwargs)
 
     def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         warn(_NEVER_CALLED)
@@ -53,6 +59,11 @@ class Scope(nn.Module):
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         warn(_NEVER_CALLED)
         return super().register_full_backward_pre_hook(*args, **kwargs)
+
+
+def _is_sharding(hook: Any) -> bool:
+    """Whether it is one of FSDP2's own, for whose sake a sharded submodule's forward is called after all."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def computes_values(hook: Any) -> bool:
@@ -87,6 +98,18 @@ def place(root: nn.Module, name: str, hooked: list[Scope]) -> tuple[nn.Module, s
             owner._modules[part] = Scope(hooked)
         owner = owner._modules[part]  # type: ignore[assignment]
     return owner, key
+
+
+def materialize(
+    name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device, slot: torch.Tensor | None
+) -> torch.Tensor:
+    """A tensor of the module's own with a checkpoint's value, in `slot` where there is one; zeros of a nominal checkpoint."""
+    if slot is not None:
+        return slot if nominal else slot.copy_(value.detach())
+    if not nominal:
+        return value.detach().clone(memory_format=torch.contiguous_format).to(device)
+    shape = specs[name].shape if name in specs else ()
+    return torch.zeros(shape, dtype=value.dtype, device=device)
 
 
 def tree_order(module: nn.Module, prefix: str = "") -> Iterator[str]:

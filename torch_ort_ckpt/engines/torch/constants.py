@@ -16,6 +16,7 @@ from ...errors import UnsupportedError
 
 _DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "qk_matmul_precision"}
 _LONGEST = 60
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 _NOT_FOR_VALUES = {"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}
 """Names that the code of an fx graph has another use for."""
 _IGNORED_ATTRIBUTES = {"__backwardpass", "onnx_opset_version"}
@@ -77,7 +78,10 @@ def plain_numbers(tensor: torch.Tensor) -> Any:
 
 
 def _shortest(value: Any) -> Any:
-    return [_shortest(item) for item in value] if value.ndim else float(str(value[()]))
+    if value.ndim:
+        return [_shortest(item) for item in value]
+    number = float(str(value[()]))
+    return number if abs(number) <= _MAX_FLOAT32 else float(value)  # the largest float32's is beyond it
 
 
 _PLAIN = {
@@ -99,6 +103,8 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
         return value.decode()
     if attribute.type == onnx.AttributeProto.STRINGS:
         return [text.decode() for text in value]
+    if attribute.type in (onnx.AttributeProto.FLOAT, onnx.AttributeProto.FLOATS):
+        return _shortest(np.asarray(value, np.float32))
     if attribute.type == onnx.AttributeProto.INT and attribute.name in _DTYPE_ATTRIBUTES:
         return torch_dtype(value)
-    return list(value) if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS) else value
+    return list(value) if attribute.type == onnx.AttributeProto.INTS else value

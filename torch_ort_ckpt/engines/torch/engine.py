@@ -5,8 +5,8 @@ Random numbers come from torch's own generator, as for any PyTorch module, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 from ...artifacts import Artifacts
 from ...errors import CheckpointError, MissingFileError, UnsupportedError
 from ...graphs import TensorSpec, load_model
-from ...pytorch_private import keeps_graph
+from ...pytorch_private import is_distributed, keeps_graph
 from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
 from ..gradients import refuse_second_derivative, scale, spent
+from .precision import in_any_type, model_type
 from .translate import Translation, translate
 
 
@@ -35,14 +36,22 @@ class TorchEngine:
         self.artifacts, self.options = artifacts, options
         # What a forward reads must be there before torch.compile traces it: a cached property takes a lock when first computed.
         self._read_by_forward = artifacts.inputs, artifacts.input_gradients
+        self._exported = [spec.dtype for spec in artifacts.parameters.values()]
         order = {name: place for place, name in enumerate(artifacts.parameters)}
         self._trainable = [order[name] for name in artifacts.trainable]
         self.training_graph = make_graph(artifacts, options, training=True) if artifacts.training_path else None
         self.eval_graph = make_graph(artifacts, options, training=False) if artifacts.eval_path else None
 
+    def input_specs(self, parameters: Tensors) -> Sequence[TensorSpec]:
+        kind = model_type(parameters, self._exported)
+        if kind is None:
+            return self.artifacts.inputs
+        return [replace(spec, dtype=kind) if spec.dtype is torch.float32 else spec for spec in self.artifacts.inputs]
+
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         if self.training_graph is None:
             raise MissingFileError("no training_model", path=self.artifacts.folder, remedy="Call model.eval() to run the eval graph.")
+        _refuse_pieces(inputs, parameters, self.artifacts)
         if self._computes_at_once(inputs, parameters):
             trainable = [parameters[place] for place in self._trainable]
             return (_AtOnce.apply(self, inputs, parameters, *trainable),)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -63,8 +72,10 @@ class TorchEngine:
         )
 
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
+        _refuse_pieces(inputs, parameters, self.artifacts)
         if self.options.compile and self.training_graph is not None:
             values = [parameter.detach() for parameter in parameters]
+            self.training_graph.prepare(inputs, values)
             try:
                 outputs, gradients = self._compiled_step(list(inputs), values)
             except _USUAL_ERRORS as error:
@@ -103,6 +114,7 @@ class TorchEngine:
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         if self.eval_graph is None:
             raise MissingFileError("no eval_model, which eval() and no_grad() need", path=self.artifacts.folder, remedy="Export one.")
+        _refuse_pieces(inputs, parameters, self.artifacts)
         return self.eval_graph(inputs, parameters)
 
 
@@ -141,6 +153,17 @@ def independent(gradients: Tensors, others: Tensors) -> list[torch.Tensor]:
     return found
 
 
+def _refuse_pieces(inputs: Tensors, parameters: Tensors, artifacts: Artifacts) -> None:
+    """A parameter of which this process holds a piece can't be used together with the whole tensors of a batch."""
+    for place, value in enumerate(parameters):
+        if type(value) is not torch.nn.Parameter and is_distributed(value) and not all(is_distributed(given) for given in inputs):
+            raise UnsupportedError(
+                "is a DTensor, of which this process holds a piece",
+                field=list(artifacts.parameters)[place],
+                remedy="Call the model itself, model(...), which gathers what fully_shard has sharded; train_step does not.",
+            )
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
@@ -166,13 +189,18 @@ class TorchGraph:
     inputs: list[int]
     parameters: list[tuple[int, torch.dtype | None]]
     """Place among the artifacts' parameters, and the type of a half-precision alias."""
-    run: Callable[..., Any]
+    exported: list[torch.dtype | None]
+    """The types of the arguments that the graph was exported with."""
+    compile: bool
     borrowed: list[int]
     """Outputs that may be views of an argument: they are copied, as a result must not change when the argument does."""
+    _variants: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = field(default_factory=dict)
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
+        arguments = self.arguments(inputs, parameters)
+        run = self._functions(arguments)[0]
         try:
-            outputs: tuple[torch.Tensor, ...] = self.run(*self.arguments(inputs, parameters))
+            outputs: tuple[torch.Tensor, ...] = run(*arguments)
         except _USUAL_ERRORS as error:
             raise could_not_run(error) from error
         if self.borrowed:
@@ -181,8 +209,22 @@ class TorchGraph:
 
     def plain(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         """The same, never compiled on its own."""
-        outputs: tuple[torch.Tensor, ...] = self.translation.module.forward(*self.arguments(inputs, parameters))
+        arguments = self.arguments(inputs, parameters)
+        outputs: tuple[torch.Tensor, ...] = self._functions(arguments)[1](*arguments)
         return outputs
+
+    def prepare(self, inputs: Tensors, parameters: Tensors) -> None:
+        """Make what a run with these needs, before a compiler watches."""
+        self._functions(self.arguments(inputs, parameters))
+
+    def _functions(self, arguments: Tensors) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """What runs on arguments of these types: compiled if asked for, and as it is."""
+        other = any(value.dtype is not dtype and value.is_floating_point() for value, dtype in zip(arguments, self.exported, strict=True))
+        if other not in self._variants:
+            module = in_any_type(self.translation.module) if other else self.translation.module
+            # GraphModule.__call__ only adds a traceback on errors; the forward itself is the function.
+            self._variants[other] = torch.compile(module) if self.compile else module.forward, module.forward
+        return self._variants[other]
 
     def arguments(self, inputs: Tensors, parameters: Tensors) -> list[torch.Tensor]:
         arguments = [inputs[place] for place in self.inputs]
@@ -208,9 +250,10 @@ def make_graph(artifacts: Artifacts, options: EngineOptions, *, training: bool) 
         (order.index(artifacts.aliases[name]), split_half_suffix(name)[1]) if name in artifacts.aliases else (order.index(name), None)
         for name in translation.parameters
     ]
-    # GraphModule.__call__ only adds a traceback on errors; the forward itself is the function.
-    run: Callable[..., Any] = torch.compile(translation.module) if options.compile else translation.module.forward
-    return TorchGraph(translation, [places[name] for name in translation.inputs], parameters, run, borrowed_outputs(model.graph, outputs))
+    inputs = [places[name] for name in translation.inputs]
+    exported = [specs[place].dtype for place in inputs]
+    exported += [half or artifacts.parameters[order[place]].dtype for place, half in parameters]
+    return TorchGraph(translation, inputs, parameters, exported, options.compile, borrowed_outputs(model.graph, outputs))
 
 
 _MAY_BE_VIEWS = frozenset(

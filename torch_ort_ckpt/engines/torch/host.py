@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .constants import plain_numbers
+
 MAX_CONSTANT = 64
 """Longer integer constants are data (an index table), not a shape."""
 
@@ -36,7 +38,7 @@ class Host:
 def host_constant(tensor: torch.Tensor) -> Host | None:
     """The constant as Python numbers if it is a scalar or a short list of ints; None if it should stay a tensor."""
     if tensor.dim() == 0 and not tensor.is_complex():
-        return Host(tensor.item(), 0, tensor.dtype)
+        return Host(plain_numbers(tensor), 0, tensor.dtype)
     if tensor.dim() == 1 and tensor.dtype in (torch.int64, torch.int32) and tensor.numel() <= MAX_CONSTANT:
         return Host(tuple(tensor.tolist()), 1, tensor.dtype)
     return None

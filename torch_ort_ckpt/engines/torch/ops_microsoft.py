@@ -28,6 +28,7 @@ def batch_norm_internal(
     outputs: int = 1,
 ) -> Any:
     """BatchNorm of a training graph: the running statistics are updated in place, with the unbiased variance, as torch does."""
+    scale, bias = scale.to(mean.dtype), bias.to(mean.dtype)  # x may be in half precision, and the rest in float32
     y = F.batch_norm(x, mean, var, scale, bias, bool(training_mode), 1 - momentum, epsilon)
     return y if outputs == 1 else (y, mean, var)[:outputs]
 

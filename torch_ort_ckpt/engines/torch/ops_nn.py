@@ -112,6 +112,7 @@ def batch_norm(
     outputs: int,
 ) -> Any:
     """As ONNX has it: with `training_mode` (opset 14) the statistics are results, and the variance is the biased one."""
+    scale, bias = scale.to(mean.dtype), bias.to(mean.dtype)  # x may be in half precision, and the rest in float32
     if not training_mode:
         return F.batch_norm(x, mean, var, scale, bias, False, 0.0, epsilon)
     y = F.batch_norm(x, None, None, scale, bias, True, 0.0, epsilon)
@@ -202,7 +203,7 @@ def dropout(x: Tensor, ratio: Scalar | None = None, training_mode: Scalar | None
         return F.dropout(x, p, training)
     if not training or p == 0.0:
         return x, torch.ones_like(x, dtype=torch.bool)
-    mask = torch.rand_like(x) >= p
+    mask = torch.rand_like(x, dtype=torch.float32) >= p
     return x * mask / (1 - p) if p < 1 else torch.zeros_like(x), mask
 
 
