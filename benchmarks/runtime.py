@@ -119,6 +119,8 @@ def compare(name: str, threads: int | None, rounds: int, budget: float) -> list[
         module, their_optimizer = official(artifacts, threads)
         model = toc.OrtModule(artifacts, threads=threads)
         optimizer, fused = toc.OrtOptimizer(model), toc.OrtOptimizer(model, fused=True)
+        optimizer.create_moments()
+        fused.load_state_dict(optimizer.state_dict())
         numpy = x.numpy(), y.numpy()
 
         def their_gradients() -> None:

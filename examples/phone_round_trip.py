@@ -48,7 +48,8 @@ def in_pytorch(folder: Path, source: str, target: str, start: int) -> list[float
     model = network()
     model.load_state_dict(toc.to_state_dict(state))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model))
+    artifacts = toc.Artifacts.load(folder)  # the graph's hyper-parameters go along
+    optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model, artifacts=artifacts))
     losses = []
     for x, y in batches(start):
         loss = F.cross_entropy(model(x), y)

@@ -109,6 +109,17 @@ def test_steps_that_differ_are_kept_per_parameter() -> None:
     assert [float(back["state"][n]["step"]) for n in range(3)] == [2, 1, 2]
 
 
+def test_a_step_that_float32_can_not_hold_is_kept() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    state = toc.from_torch(model, optimizer)
+    state.optimizer["group0"].step = (1 << 24) + 1
+    optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model))
+    train(model, optimizer, 1)
+    assert toc.from_torch(model, optimizer).step == (1 << 24) + 2
+
+
 class TestSeveralGroups:
     def trained(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = network()
@@ -198,7 +209,9 @@ def test_a_real_ort_checkpoint_loads_into_adamw() -> None:
     missing = model.load_state_dict(toc.to_state_dict(state), strict=False)
     assert not missing.missing_keys
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model))
+    artifacts = toc.Artifacts.load(Truth("fbv2_ort1_19_2_adamw_full").folder)
+    with pytest.warns(toc.CheckpointWarning, match="adam_mode=1"):
+        optimizer.load_state_dict(toc.to_optimizer_state_dict(state, optimizer, module=model, artifacts=artifacts))
     moments = optimizer.state[model["fc1"].weight]
     assert float(moments["step"]) == 5
     assert torch.equal(moments["exp_avg_sq"], state.optimizer["group0"].states["fc1.weight"]["momentum1"])

@@ -23,35 +23,17 @@ from .graphs import (
     describe_ort_file,
     is_random,
     load_model,
+    read_order,
     spec_of,
 )
 from .paths import refuse_url
 from .state import CheckpointState, split_half_suffix
+from .state import OptimizerSpec as OptimizerSpec
 from .storage import PathLike, as_path, readable
 
 MODELS = ("training_model", "eval_model", "optimizer_model")
 CHECKPOINTS = ("checkpoint", "initial_checkpoint", "nominal_checkpoint")
 """Names a checkpoint has beside the models, the first found is used."""
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """The optimizer a graph runs, with PyTorch's names for its hyper-parameters."""
-
-    kind: str
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    adam_mode: int = 0
-    correct_bias: bool = True
-    max_norm: float | None = None
-    known: bool = True
-    """False for a `.ort` graph: it runs with its own hyper-parameters, which nobody outside can read."""
-
-    @property
-    def moments(self) -> int:
-        """How many moment tensors a checkpoint keeps per parameter (SGD keeps one of zeros)."""
-        return 2 if self.kind == "AdamW" else 1
 
 
 @dataclass(eq=False)
@@ -175,6 +157,23 @@ class Artifacts:
                 found[master] = self._parameter_inputs.get(master) or TensorSpec(master, torch.float32, spec.shape)
         return found
 
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """The names as PyTorch orders them: as the exported module has them, or else as the graph has its inputs."""
+        order, _ = self._module_order
+        place = {name: index for index, name in enumerate(dict.fromkeys([*order, *self.parameters]))}
+        return sorted(names, key=lambda name: place.get(name, len(place)))
+
+    @property
+    def buffers(self) -> set[str]:
+        """What the exported module has as buffers; empty where the artifacts do not say."""
+        return set(self._module_order[1])
+
+    @cached_property
+    def _module_order(self) -> tuple[list[str], list[str]]:
+        """All names, and those of buffers."""
+        found = (read_order(path, model) for path, model in ((self.training_path, self.training), (self.eval_path, self.eval)) if path)
+        return next((order for order in found if order is not None), ([], []))
+
     @cached_property
     def aliases(self) -> dict[str, str]:
         """Half-precision input of a graph (`<w>_fp16`, `<w>_bf16`) -> its master `<w>`."""
@@ -262,7 +261,18 @@ class Artifacts:
 
     def __getstate__(self) -> dict[str, Any]:
         """What was read so far travels along, without the mapped checkpoint: the files need not exist on the other side."""
-        for name in ("training", "eval", "optimizer", "inputs", "outputs", "parameters", "gradients", "random", "eval_outputs"):
+        for name in (
+            "training",
+            "eval",
+            "optimizer",
+            "inputs",
+            "outputs",
+            "parameters",
+            "gradients",
+            "random",
+            "eval_outputs",
+            "_module_order",
+        ):
             getattr(self, name)
         return {key: value for key, value in self.__dict__.items() if key not in ("state", "_state")} | {"_state": None}
 

@@ -10,15 +10,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import CheckpointError, UnsupportedError
+from .errors import CheckpointError, MissingFileError, UnsupportedError
 from .names import NameMap, plain_name, transposed
-from .state import DEFAULT_LR, CheckpointState, OptimizerGroup, Value, alias_name, is_string
+from .state import DEFAULT_LR, CheckpointState, OptimizerGroup, OptimizerSpec, Value, alias_name, is_string
 from .storage import warn
 
 TO_TORCH_MOMENTS = {"adam": {"momentum0": "exp_avg", "momentum1": "exp_avg_sq"}, "sgd": {"momentum0": "momentum_buffer"}}
@@ -38,6 +38,7 @@ def to_state_dict(
     `dtype` converts floating-point tensors (using a weight's own half-precision alias where it fits). `upcast_half` turns weights that
     exist only as `<w>_fp16` into fp32 `<w>`, with a warning that names them. String tensors have no place here: a warning names them.
     """
+    state.require_values()
     names = names or NameMap.identity()
     if upcast_half:
         state = CheckpointState(dict(state.trainable), dict(state.frozen), mixed_precision=dict(state.mixed_precision))
@@ -61,43 +62,132 @@ def weight_as(state: CheckpointState, name: str, value: torch.Tensor, dtype: tor
     return alias if alias is not None and alias.dtype == dtype else value.to(dtype)
 
 
+class HasOptimizerSpec(Protocol):
+    """`Artifacts`, as far as they matter here."""
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec: ...
+
+
 def to_optimizer_state_dict(
-    state: CheckpointState, optimizer_or_module: Optimizer | nn.Module, names: NameMap | None = None, *, module: nn.Module | None = None
+    state: CheckpointState,
+    optimizer_or_module: Optimizer | nn.Module,
+    names: NameMap | None = None,
+    *,
+    module: nn.Module | None = None,
+    artifacts: HasOptimizerSpec | None = None,
 ) -> dict[str, Any]:
     """A state dict for `optimizer.load_state_dict`.
 
     Give the optimizer (its groups are filled; `module=` names its parameters unless it was built from `named_parameters()` or already
-    holds the state's values) or just the module (one group, AdamW or SGD as the moments say). Hyper-parameters that the state has win
-    over the optimizer's, as in PyTorch.
+    holds the state's values) or just the module (one group with `param_names`, AdamW or SGD as the moments say).
+
+    Hyper-parameters that the state has win over the optimizer's, as in PyTorch. ORT's own files have none: they come from the optimizer
+    graph of `artifacts` (an `OrtModule` brings its own), and without it a warning names those of the optimizer that ORT's default differs
+    from. What the graph does and `torch.optim` does not (`adam_mode=1`) is a warning too.
     """
+    spec = artifacts.optimizer_spec if artifacts is not None else _spec_of(module, optimizer_or_module)
     if isinstance(optimizer_or_module, Optimizer):
         groups = _named_groups(optimizer_or_module, module, state, names)
-        kind = "sgd" if isinstance(optimizer_or_module, torch.optim.SGD) else "adam"
+        kind = "sgd" if all("nesterov" in group for group in optimizer_or_module.param_groups) else "adam"
         defaults = [{key: value for key, value in group.items() if key != "params"} for group in optimizer_or_module.param_groups]
     else:
         groups = [[name for name, parameter in optimizer_or_module.named_parameters() if parameter.requires_grad]]
-        kind = "adam" if any("momentum1" in states for group in state.optimizer.values() for states in group.states.values()) else "sgd"
+        adam = any("momentum1" in states for group in state.optimizer.values() for states in group.states.values())
+        kind = "adam" if adam or (spec is not None and spec.kind == "AdamW") else "sgd"
         template = torch.optim.AdamW if kind == "adam" else torch.optim.SGD
         defaults = [{key: value for key, value in template([torch.empty(0)]).param_groups[0].items() if key != "params"}]
+        defaults[0]["param_names"] = groups[0]
+    target = optimizer_or_module if isinstance(optimizer_or_module, Optimizer) else None
     names = names or NameMap.identity()
     owner = {param: (group_name, group) for group_name, group in state.optimizer.items() for param in group.states}
     sources = _matching_groups(state, groups, names, owner)
+    _check_kind(
+        [owner[ort][1].states[ort] for members in groups for name in members if (ort := names.ort_name(name)) in owner], kind, target
+    )
+    if spec is not None and (spec.kind == "SGD") != (kind == "sgd"):
+        raise _other_kind(spec.kind, target, kind)
     states: dict[int, dict[str, Any]] = {}
     param_groups, index = [], 0
     for members, own, source in zip(groups, defaults, sources, strict=True):
-        filled = {**own, **_hyperparameters(source, own)}
+        graph = {key: value for key, value in spec.hyperparameters.items() if key in own} if spec is not None and spec.known else {}
+        filled = {**own, **graph, **_hyperparameters(source, own)}
         param_groups.append({**filled, "params": list(range(index, index + len(members)))})
         for name in members:
             ort = names.ort_name(name)
             if ort in owner:
-                entry = _torch_moments(owner[ort][1], ort, kind, filled)
+                entry = _torch_moments(owner[ort][1], ort, kind, filled, counts=not isinstance(target, torch.optim.SGD | None))
                 turned = name in names.entries and names.entries[name].transpose
                 states[index] = {key: transposed(v, name) if turned and v.ndim == 2 else v for key, v in entry.items()}
             index += 1
     known = {names.ort_name(name) for members in groups for name in members}
     if lost := sorted(set(owner) - known):
         warn(f"the optimizer has no parameter for the moments of: {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}")
+    if not isinstance(getattr(target, "spec", None), OptimizerSpec):  # an OrtOptimizer runs the graph itself
+        _warn_of_differences(param_groups, sources, spec)
     return {"state": {number: entry for number, entry in states.items() if entry}, "param_groups": param_groups}
+
+
+def _spec_of(*candidates: object) -> OptimizerSpec | None:
+    """Of the optimizer graph that an `OrtModule` was made with."""
+    for candidate in candidates:
+        try:
+            found = getattr(getattr(candidate, "artifacts", None), "optimizer_spec", None)
+        except MissingFileError:  # artifacts without an optimizer
+            continue
+        if isinstance(found, OptimizerSpec):
+            return found
+    return None
+
+
+def _check_kind(members: list[dict[str, Value]], kind: str, optimizer: Optimizer | None) -> None:
+    """Adam has two moments, SGD at most one: the one is no part of the other."""
+    pairs = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam))
+    for moments in members:
+        if kind == "sgd" and "momentum1" in moments:
+            raise _other_kind("AdamW", optimizer, kind)
+        if pairs and "momentum0" in moments and "momentum1" not in moments:
+            raise _other_kind("SGD", optimizer, kind)
+
+
+def _other_kind(theirs: str, optimizer: Optimizer | None, kind: str) -> UnsupportedError:
+    own = type(optimizer).__name__ if optimizer is not None else {"sgd": "SGD", "adam": "AdamW"}[kind]
+    return UnsupportedError(
+        f"the optimizer state is {theirs}'s, the optimizer is {own}",
+        field="optimizer",
+        remedy=f"Use torch.optim.{theirs}, or load the weights alone: toc.to_state_dict(state).",
+    )
+
+
+def _warn_of_differences(param_groups: list[dict[str, Any]], sources: list[OptimizerGroup | None], spec: OptimizerSpec | None) -> None:
+    """Name what was neither in the checkpoint nor in the artifacts, and what `torch.optim` does in another way."""
+    usual = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
+    unknown = spec is None or not spec.known
+    for filled, source in zip(param_groups, sources, strict=True):
+        moments = source is not None and any("momentum1" in states for states in source.states.values())
+        hyperparameters = source.hyperparameters if source is not None else {}
+        odd = [key for key, value in usual.items() if moments and key in filled and key not in hyperparameters and filled[key] != value]
+        if unknown and odd:
+            warn(
+                f"the checkpoint does not say which hyper-parameters it was trained with: {_listed(filled, odd)} of the optimizer stay, "
+                f"while ONNX Runtime's optimizer graphs have {_listed(usual, odd)} unless exported with others. Pass "
+                "artifacts=toc.Artifacts.load(folder), or give the optimizer the graph's values."
+            )
+            break
+    graph = {} if spec is None else spec.beyond_torch
+    beyond = {**graph, **{k: v for source in sources if source for k, v in source.hyperparameters.items() if k in _BEYOND_TORCH}}
+    if beyond:
+        warn(
+            f"the optimizer graph has {_listed(beyond, list(beyond))}, which torch.optim does not: the next steps will differ from ONNX "
+            "Runtime's. OrtOptimizer does the same as the graph; export_artifacts(optimizer=...) makes a graph like torch.optim."
+        )
+
+
+_BEYOND_TORCH = OptimizerSpec("AdamW", adam_mode=1, correct_bias=False, max_norm=0.0).beyond_torch.keys()
+
+
+def _listed(values: Mapping[str, Any], keys: list[str]) -> str:
+    return ", ".join(f"{key}={values[key]}" for key in keys)
 
 
 def _hyperparameters(group: OptimizerGroup | None, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,16 +202,20 @@ def _hyperparameters(group: OptimizerGroup | None, own: Mapping[str, Any]) -> di
     return found
 
 
-def _torch_moments(group: OptimizerGroup, name: str, kind: str, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+def _torch_moments(
+    group: OptimizerGroup, name: str, kind: str, hyperparameters: Mapping[str, Any], *, counts: bool = False
+) -> dict[str, Any]:
     moments = dict(group.states[name])
-    step = moments.pop("step", group.step)
+    step = float(moments.pop("step", group.step))
+    count = torch.tensor(step, dtype=torch.float32 if abs(step) < 1 << 24 else torch.float64)  # float32, PyTorch's choice, ends there
     if kind == "sgd":
         if not hyperparameters.get("momentum"):
             moments.pop("momentum0", None)  # ORT keeps a buffer of zeros even for plain SGD
-        return {TO_TORCH_MOMENTS["sgd"].get(key, key): value for key, value in moments.items()}
+        found = {TO_TORCH_MOMENTS["sgd"].get(key, key): value for key, value in moments.items()}
+        return {"step": count, **found} if counts else found  # torch.optim.SGD does not count, OrtOptimizer does
     if not moments:
         return {}
-    return {"step": torch.tensor(float(step)), **{TO_TORCH_MOMENTS["adam"].get(key, key): value for key, value in moments.items()}}
+    return {"step": count, **{TO_TORCH_MOMENTS["adam"].get(key, key): value for key, value in moments.items()}}
 
 
 def _matching_groups(

@@ -102,12 +102,12 @@ def compare_tensors(name: str, a: Value, b: Value, atol: float = 0.0, rtol: floa
         return None if same_tensor(a, b) else Difference(name, "strings differ")
     if a.dtype != b.dtype:
         return Difference(name, f"{short_name(a.dtype)} / {short_name(b.dtype)}")
+    if a.is_meta != b.is_meta:  # nominal: its shape is not known either
+        return Difference(name, "one has no data")
     if a.shape != b.shape:
         return Difference(name, f"shape {tuple(a.shape)} / {tuple(b.shape)}")
     if same_tensor(a, b):
         return None
-    if a.is_meta or b.is_meta:
-        return Difference(name, "one has no data")
     changed, largest, total, scale, beyond = 0, 0.0, 0.0, 0.0, False
     flat_a, flat_b = a.detach().reshape(-1), b.detach().reshape(-1)
     for start in range(0, a.numel(), _CHUNK):

@@ -48,7 +48,7 @@ def demo(folder: Path, overwrite: bool = False) -> Iterator[Row]:
     model = network()
     inputs, labels = data()
     adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    export_artifacts(model, inputs, folder, loss="cross_entropy", optimizer=adamw, overwrite=overwrite)
+    artifacts = export_artifacts(model, inputs, folder, loss="cross_entropy", optimizer=adamw, overwrite=overwrite)
     yield Row(
         "export a small network", "PyTorch -> ORT", "training_model.onnx ...", f"{sum(p.numel() for p in model.parameters())} parameters"
     )
@@ -68,7 +68,7 @@ def demo(folder: Path, overwrite: bool = False) -> Iterator[Row]:
 
     model.load_state_dict(to_state_dict(state))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    optimizer.load_state_dict(to_optimizer_state_dict(state, optimizer, module=model))
+    optimizer.load_state_dict(to_optimizer_state_dict(state, optimizer, module=model, artifacts=artifacts))
     here = [torch_step(model, optimizer, inputs, labels) for _ in range(STEPS)]
     yield Row(f"train {STEPS} more", "plain PyTorch", "in memory", f"loss {here[0]:.4f} -> {here[-1]:.4f}")
 

@@ -26,7 +26,7 @@ from .dynamic_check import check_dynamic, refuse_fixed
 from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, UnsupportedError
 from .formats import save
-from .graphs import load_model, refuse_crashes
+from .graphs import load_model, refuse_crashes, write_order
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .ort_builder import build_gradients
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
@@ -98,6 +98,7 @@ def export_artifacts(
             cap_ir_version(graph)
             single_batch_norm_outputs(graph) if "eval" in name else refuse_frozen_recurrent(graph, place / name)
             refuse_fixed(graph, dynamic, place / name)
+            write_order(graph, module)
             onnx.save(graph, pending.path / name)
         if spec is not None:
             names.append(f"{prefix}optimizer_model.onnx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import onnx
 import onnx.shape_inference
 import torch
 from google.protobuf.message import DecodeError
+from torch import nn
 
 from .dtypes import TORCH_FROM_ONNX, short_name
 from .errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
@@ -19,6 +21,8 @@ from .errors import CheckpointError, CorruptFileError, MissingDependencyError, M
 ACCUMULATION_BUFFER = "_grad.accumulation.buffer"
 ACCUMULATION_OUTPUT = "_grad.accumulation.out"
 LAZY_RESET = "lazy_reset_grad"
+ORDER = "torch_ort_ckpt.order"
+"""Key of a graph's metadata that says in which order the exported module has its parameters and buffers."""
 
 RANDOM_OPS = frozenset(
     {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial"}
@@ -96,6 +100,15 @@ def spec_of(value: onnx.ValueInfoProto) -> TensorSpec:
 
 def describe_ort_file(path: str | os.PathLike[str], side: str) -> list[TensorSpec]:
     """Inputs (`side="input"`) or outputs of a model in ORT's own format, which only ORT can read."""
+    session = _open_ort_file(path)
+    found = session.get_inputs() if side == "input" else session.get_outputs()
+    return [
+        TensorSpec(value.name, _ORT_TYPES.get(value.type), tuple(size if size is not None else "?" for size in value.shape))
+        for value in found
+    ]
+
+
+def _open_ort_file(path: str | os.PathLike[str]) -> Any:
     try:
         import onnxruntime
     except ImportError as error:
@@ -104,12 +117,42 @@ def describe_ort_file(path: str | os.PathLike[str], side: str) -> list[TensorSpe
             path=path,
             remedy='pip install "torch-ort-ckpt[ort]", or use the .onnx files. `torch-ort-ckpt doctor` shows what works here.',
         ) from error
-    session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
-    found = session.get_inputs() if side == "input" else session.get_outputs()
-    return [
-        TensorSpec(value.name, _ORT_TYPES.get(value.type), tuple(size if size is not None else "?" for size in value.shape))
-        for value in found
-    ]
+    return onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+
+
+def write_order(model: onnx.ModelProto, module: nn.Module) -> None:
+    """Note in a graph how the module orders its parameters and buffers; `OrtModule` then has the same order."""
+    order: list[str] = []
+    buffers: list[str] = []
+    for prefix, part in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        own = [start + name for name, value in part._buffers.items() if value is not None]
+        order += [start + name for name, value in part._parameters.items() if value is not None] + own
+        buffers += own
+    model.metadata_props.add(key=ORDER, value=json.dumps({"order": order, "buffers": buffers}))
+
+
+def read_order(path: str | os.PathLike[str], model: onnx.ModelProto | None) -> tuple[list[str], list[str]] | None:
+    """The names of the exported module's parameters and buffers in its order, and those of the buffers; None where nobody noted them.
+
+    Without a `model` the file is one in ORT's own format.
+    """
+    if model is not None:
+        entries = {entry.key: entry.value for entry in model.metadata_props}
+    else:
+        entries = _open_ort_file(path).get_modelmeta().custom_metadata_map
+    if ORDER not in entries:
+        return None
+    try:
+        content = json.loads(entries[ORDER])
+        found = content["order"], content["buffers"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        found = None, None
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in found):
+        raise CorruptFileError(
+            "not the lists of names it should be", path=path, field=ORDER, remedy="Export again, or remove this entry of the metadata."
+        )
+    return found
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:

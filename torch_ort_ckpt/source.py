@@ -38,6 +38,7 @@ def to_torch_module(artifacts: Artifacts | PathLike, *, outputs: Sequence[str] |
     """
     refuse_url(source)
     found = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
+    found.state.require_values()
     plan = _Plan(found, outputs)
     text = plan.text()
     if source is not None:
@@ -76,7 +77,7 @@ class _Plan:
         used = {artifacts.aliases.get(name, name) for graph in self.graphs.values() for name in graph.parameters}
         state: dict[str, Value] = dict(artifacts.state.parameters)
         self.trainable = set(artifacts.state.trainable)
-        self.values = {name: state[name] for name in artifacts.parameters if name in used}
+        self.values = {name: state[name] for name in artifacts.in_order(artifacts.parameters) if name in used}
         self.constants: dict[str, torch.Tensor] = {}
         prefixes = {".".join(parts[:end]) for name in self.values for parts in [name.split(".")] for end in range(1, len(parts))}
         self._both = prefixes & set(self.values)

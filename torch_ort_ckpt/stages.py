@@ -34,6 +34,7 @@ def pipeline_stages(artifacts: Artifacts | PathLike, count: int, *, targets: Seq
     found = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
     if found.training is None:
         raise MissingFileError("no training_model.onnx", path=found.folder)
+    found.state.require_values()
     names = [spec.name for spec in found.inputs]
     only_loss = list(targets) if targets is not None else names[-1:]
     plan = _Plan(found.training, found, [name for name in names if name not in only_loss], only_loss)

@@ -31,7 +31,7 @@ class OptimizerGroup:
 
     Moments are `momentum0`, `momentum1` whatever the file calls them; a per-weight step that differs from the group's is
     `states[param]["step"]`. `lr` is the current rate where known (ORT's own files never hold it); `hyperparameters` uses PyTorch's
-    names (`betas`, `eps`, `weight_decay`, ...) and is empty where the source has none.
+    names (`betas`, `eps`, `weight_decay`, ...), with `OptimizerSpec.beyond_torch` beside them, and is empty where the source has none.
     """
 
     step: int = 0
@@ -56,6 +56,40 @@ class OptimizerGroup:
         moments = sorted({moment for states in self.states.values() for moment in states})
         rate = f", lr={self.lr:g}" if self.lr is not None else ""
         return f"OptimizerGroup(step={self.step}{rate}, {len(self.states)} parameters, moments={moments})"
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The optimizer a graph runs, with PyTorch's names for its hyper-parameters."""
+
+    kind: str
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adam_mode: int = 0
+    correct_bias: bool = True
+    max_norm: float | None = None
+    known: bool = True
+    """False for a `.ort` graph: it runs with its own hyper-parameters, which nobody outside can read."""
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """As a parameter group of `torch.optim` has them."""
+        if self.kind == "SGD":
+            return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+        return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay, "decoupled_weight_decay": True}
+
+    @property
+    def beyond_torch(self) -> dict[str, Any]:
+        """What the graph does and the optimizer of this name in `torch.optim` does not."""
+        found: dict[str, Any] = {"adam_mode": 1} if self.adam_mode else {}
+        found |= {} if self.correct_bias else {"correct_bias": False}
+        return found | ({} if self.max_norm is None else {"max_norm": self.max_norm})
+
+    @property
+    def moments(self) -> int:
+        """How many moment tensors a checkpoint keeps per parameter (SGD keeps one of zeros)."""
+        return 2 if self.kind == "AdamW" else 1
 
 
 @dataclass(frozen=True)
@@ -93,6 +127,14 @@ class CheckpointState:
     def step(self) -> int:
         """Completed optimizer steps (of the group that is furthest along)."""
         return max((group.step for group in self.optimizer.values()), default=0)
+
+    def require_values(self) -> None:
+        """Refuse a nominal state where values are wanted."""
+        if self.nominal:
+            raise CheckpointError(
+                "the checkpoint is nominal: it has no values",
+                remedy="Load the complete one, or complete it: toc.from_torch(..., like=state).",
+            )
 
     def tensors(self) -> Iterator[tuple[str, Value]]:
         """Every tensor with its label: `trainable/<w>`, `frozen/<w>`, `mixed_precision/<w>` or `optimizer/<group>/<w>/<moment>`."""

@@ -37,6 +37,9 @@ def test_they_are_found_and_described(folder: Path) -> None:
     assert [spec.name for spec in artifacts.inputs] == ["x", "labels"]
     assert artifacts.trainable == exported("mlp").trainable
     assert artifacts.missing() == []
+    names = ["fc2.bias", "fc2.weight", "fc1.bias", "fc1.weight"]
+    assert artifacts._module_order == exported("mlp")._module_order != ([], [])  # ORT keeps the note of the module's order
+    assert artifacts.in_order(names) == names[::-1]
 
 
 def test_they_train_like_the_onnx_models(folder: Path) -> None:

@@ -100,13 +100,14 @@ def _tensor_table(found: Summary) -> Any:
     columns = ["name", "kind", "dtype", "shape", "size", "moments"]
     numbers = ["min", "max", "mean", "std", "nan", "inf"]
     with_numbers = any(item.statistics for item in found.tensors)
-    rows = [_tensor_row(item, with_numbers) for item in found.tensors]
+    rows = [_tensor_row(item, with_numbers, found.nominal) for item in found.tensors]
     return table(None, columns + (numbers if with_numbers else []), rows, right=["size", *numbers])
 
 
-def _tensor_row(item: TensorSummary, with_numbers: bool) -> list[str]:
+def _tensor_row(item: TensorSummary, with_numbers: bool, nominal: bool) -> list[str]:
     moments = " ".join(name.replace("momentum", "m") for name in item.moments)
-    row = [item.name, item.kind, item.dtype, "x".join(map(str, item.shape)) or "scalar", format_bytes(item.nbytes), moments]
+    shape = "unknown" if nominal else "x".join(map(str, item.shape)) or "scalar"
+    row = [item.name, item.kind, item.dtype, shape, format_bytes(item.nbytes), moments]
     if with_numbers and item.statistics:
         s = item.statistics
         row += [f"{s.minimum:.4g}", f"{s.maximum:.4g}", f"{s.mean:.4g}", f"{s.std:.4g}", str(s.nan or ""), str(s.inf or "")]

@@ -27,6 +27,10 @@ def take(
     tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
     if optimizer is not None:
         model.refuse_computed(model.artifacts.trainable)
+    if model.nominal:
+        if model.partly_filled:
+            model.require_values()
+        tensors = {name: torch.empty((), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     own: dict[str, int | float | str] = {}
     if model.artifacts.random:
         own |= {SEED: model.seed, DRAWS: model.draws}
@@ -67,6 +71,8 @@ def restore(
     model.refuse_computed(fitting)
     if optimizer is not None and state.optimizer:
         optimizer.load_groups(state.optimizer)
+    elif optimizer is not None and optimizer.state:
+        warn("the checkpoint holds no optimizer state: the optimizer keeps the moments and steps it has")
     elif optimizer is None:
         model.keep_optimizer_groups(state.optimizer)
     for name, value in fitting.items():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ..pytorch_private import foreach_add_
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Loop:
@@ -23,6 +26,10 @@ class Loop:
 
     def deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
         """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
+        if self.overwrite and not all(map(_requires_grad, parameters)):
+            for parameter in parameters:
+                if not parameter.requires_grad:  # frozen since: it has no gradient any more, and an optimizer leaves it alone
+                    parameter.grad = None
         pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[0].grad is not pair[1]]
         if self.overwrite and pairs:
             written = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.grad is gradient}

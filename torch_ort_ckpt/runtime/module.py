@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,8 @@ from ..training_graph import TrainingGraph
 from . import checkpoints
 from .delivery import Loop, through_computed
 from .inputs import ShapeCheck, ordered_inputs
-from .scopes import Scope, compute_values, is_computed, lookup, place, refresh_values, set_own_attribute
+from .optimizer_state import SavedMoments
+from .scopes import Scope, compute_values, is_computed, lookup, materialize, place, refresh_values, set_own_attribute, tree_order
 
 if TYPE_CHECKING:
     from .optimizer import OrtOptimizer
@@ -154,6 +156,21 @@ class OrtModule(TrainingGraph):
         """Whether some parameter has no value yet, the checkpoint being a nominal one."""
         return bool(self._unfilled)
 
+    @property
+    def partly_filled(self) -> bool:
+        """Whether some parameters of a nominal checkpoint have values and others do not."""
+        return self.nominal and self._unfilled != self._nominal_names
+
+    def require_values(self) -> None:
+        """Refuse where values are wanted that a nominal checkpoint has not."""
+        if self._unfilled:
+            names = [name for name in self._places if name in self._unfilled]
+            raise CheckpointError(
+                f"the checkpoint is nominal: {len(names)} parameters have no values yet ({', '.join(names[:5])})",
+                path=self.artifacts.checkpoint_path,
+                remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
+            )
+
     def mark_filled(self, names: Iterable[str]) -> None:
         """These parameters of a nominal checkpoint have been given values."""
         self._unfilled -= set(names)
@@ -192,15 +209,16 @@ class OrtModule(TrainingGraph):
     def export_inference(self, path: PathLike, outputs: Sequence[str] | None = None) -> None:
         """An ONNX model with the weights as they are now, for plain `onnxruntime`. `outputs` may name any value of the eval graph,
         the loss too; without it the extra outputs are taken."""
+        self.require_values()
         export_inference(self.artifacts, self.named_tensors(), path, outputs)
 
     def named_trainable(self) -> dict[str, torch.Tensor]:
-        """The parameters the graph gives gradients for, by the graph's names."""
-        specs = list(self.artifacts.parameters)
-        return {specs[index]: lookup(*self._slots[index]) for index in self._trainable}
+        """The parameters the graph gives gradients for, in the order of `named_parameters()`."""
+        trained = self.artifacts.gradients
+        return {name: lookup(*place) for name, place in self._places.items() if name in trained}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer of the checkpoint, by its name there."""
+        """Every parameter and buffer of the checkpoint, by its name there, in the order of `state_dict()`."""
         refresh_values([self, *self._hooked])
         return {name: lookup(owner, key) for name, (owner, key) in self._places.items()}
 
@@ -221,11 +239,7 @@ class OrtModule(TrainingGraph):
 
     def keep_optimizer_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
         """Moments of a loaded checkpoint, until an optimizer takes them over."""
-        self._saved_groups = dict(groups)
-
-    def take_optimizer_groups(self) -> dict[str, OptimizerGroup]:
-        groups, self._saved_groups = self._saved_groups, {}
-        return groups
+        self.saved_moments.groups = dict(groups)
 
     def _register(self, state: CheckpointState) -> None:
         """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
@@ -235,35 +249,36 @@ class OrtModule(TrainingGraph):
         self.partitions = dict(state.partitions)
         self.half_precision = {name: alias.dtype for name, alias in state.mixed_precision.items()}
         self.string_tensors = {name: value for name, value in state.frozen.items() if is_string(value)}
-        self.keep_optimizer_groups(state.optimizer)
+        self.saved_moments = SavedMoments(dict(state.optimizer))
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
+        everything = [*self.names["trainable"], *self.names["frozen"]]
+        counters = [name for name in everything if name.endswith("num_batches_tracked")]
         # Every attribute exists before the first parameter does, which may have its name.
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._slots: list[tuple[nn.Module, str]] = []
         self._scopes: list[Scope] = []
         self._counters: list[tuple[nn.Module, str]] = []
-        self._unfilled = {name for kind in self.names.values() for name in kind} if state.nominal else set()
+        self._nominal_names = set(everything) - set(counters) if state.nominal else set()  # counters start at zero, as in PyTorch
+        self._unfilled = set(self._nominal_names)
         order = {name: index for index, name in enumerate(specs)}
         self._trainable = [order[name] for name in self.artifacts.trainable]
         frozen = set(range(len(specs))) - set(self._trainable) if self.artifacts.training_path is not None else ()
         self._frozen = sorted(frozen)
         slots = self._slots_side_by_side(state)
-        for kind, values in (("trainable", state.trainable), ("frozen", state.frozen)):
-            for name, value in values.items():
-                if is_string(value):
-                    continue
-                tensor = _materialize(name, value, specs, state.nominal, self._options.device, slots.get(name))
-                owner, key = place(self, name, self._hooked)
-                if kind == "trainable" or (tensor.is_floating_point() and name not in statistics):
-                    owner._parameters[key] = nn.Parameter(tensor, requires_grad=kind == "trainable")
-                else:
-                    owner._buffers[key] = tensor
-                self._places[name] = (owner, key)
-        self._slots += [self._places[name] for name in specs]
+        buffers = statistics | self.artifacts.buffers
+        places, values = {}, state.parameters
+        for name in self.artifacts.in_order(everything):
+            tensor = materialize(name, values[name], specs, state.nominal, self._options.device, slots.get(name))
+            owner, key = places[name] = place(self, name, self._hooked)
+            if name in state.trainable or (tensor.is_floating_point() and name not in buffers):
+                owner._parameters[key] = nn.Parameter(tensor, requires_grad=name in state.trainable)
+            else:
+                owner._buffers[key] = tensor
+        self._places.update((name, places[name]) for name in tree_order(self))
+        self._slots += [places[name] for name in specs]
         self._scopes += [module for module in self.modules() if isinstance(module, Scope)]
         used = Counter(norm.mean.rpartition(".")[0] for norm in self._norms())
-        counters = [name for name in self._places if name.endswith("num_batches_tracked")]
-        self._counters += [self._places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
+        self._counters += [places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
 
     def _slots_side_by_side(self, state: CheckpointState) -> dict[str, torch.Tensor]:
         """Memory for the trainable parameters, in the order their gradients will have: an update then treats them as one."""
@@ -280,11 +295,7 @@ class OrtModule(TrainingGraph):
     def _tensors(self, training: bool, computed: list[str] | None = None) -> list[torch.Tensor]:
         """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
         if self._unfilled:
-            raise CheckpointError(
-                "the checkpoint is nominal: the parameters have no values yet",
-                path=self.artifacts.checkpoint_path,
-                remedy="Call model.load_checkpoint(state) or model.load_state_dict(...) first.",
-            )
+            self.require_values()
         if self._hooked:
             compute_values(self._hooked)
         tensors: list[torch.Tensor] = [
@@ -334,6 +345,11 @@ class OrtModule(TrainingGraph):
             self.draws += 1
             return _mix(self.seed + self.draws * 0x9E3779B97F4A7C15)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As for every module; of a nominal checkpoint only when all values are there."""
+        self.require_values()
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self.mark_filled(set(self._places) - set(result.missing_keys))
@@ -341,7 +357,7 @@ class OrtModule(TrainingGraph):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        device = next((tensor.device for tensor in self.state_dict().values()), self._options.device)
+        device = next((tensor.device for tensor in itertools.chain(self.parameters(), self.buffers())), self._options.device)
         if device != self._options.device:
             self._options = dataclasses.replace(self._options, device=device)
             self._engine = None
@@ -388,17 +404,6 @@ def _known_dimensions(artifacts: Artifacts, dimensions: Mapping[str, int]) -> di
                 remedy='For example dimensions={"batch": 32}.',
             )
     return dict(dimensions)
-
-
-def _materialize(
-    name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device, slot: torch.Tensor | None
-) -> torch.Tensor:
-    if slot is not None:
-        return slot if nominal else slot.copy_(value.detach())
-    if not nominal:
-        return value.detach().clone(memory_format=torch.contiguous_format).to(device)
-    shape = specs[name].shape if name in specs else ()
-    return torch.zeros(shape, dtype=value.dtype, device=device)
 
 
 def _torch_seed() -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, itemgetter
 from operator import is_ as _is
 from typing import Any
@@ -15,24 +17,33 @@ from torch import nn
 from ..artifacts import OptimizerSpec
 from ..engines.graph_updates import GraphUpdater
 from ..engines.memory import zeros_like_all
-from ..engines.updates import TorchUpdater, Update, Updater
+from ..engines.updates import TorchUpdater, Update, Updater, clip_gradients
 from ..errors import CheckpointError, UnsupportedError
 from ..pytorch_private import has_step_hooks, profiler_enabled, set_grad_enabled
 from ..state import DEFAULT_LR, OptimizerGroup
 from .module import OrtModule
+from .optimizer_state import (
+    MOMENTS,
+    check_counts,
+    check_options,
+    count_tensor,
+    in_own_order,
+    part_steps,
+    share_steps,
+    source_group,
+    states_from,
+    torch_defaults,
+    warn_of_zeros,
+)
 
 HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 """What AdamW's graph holds as attributes; a parameter group (or a scheduler, like OneCycleLR) may have other values."""
-
-MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
-"""PyTorch's names of the moments that the update reads and writes."""
-
 
 _States = tuple[list[torch.Tensor], list[dict[str, Any]], list[dict[str, Any]]]
 """Parameters, all entries of the optimizer's state, and those of the parameters."""
 
 _MOMENTS_OF = {kind: [itemgetter(name) for name in names] for kind, names in MOMENTS.items()}
-_is_none, _grad = partial(_is, None), attrgetter("grad")
+_is_none, _grad, _step_of = partial(_is, None), attrgetter("grad"), itemgetter("step")
 
 
 class OrtOptimizer(torch.optim.Optimizer):
@@ -40,9 +51,12 @@ class OrtOptimizer(torch.optim.Optimizer):
 
     The graph runs in ONNX Runtime; with `fused=True` the same mathematics run on PyTorch's kernels (the only way on CUDA and without
     ONNX Runtime, and the default there). The rate is read from `param_groups` at each step, so every scheduler works. Moments and step
-    of the checkpoint that the model was loaded from are taken over; `lr` defaults to its rate, or ORT's 0.001.
+    of the checkpoint that the model was loaded from are taken over, by the first optimizer of each parameter; `lr` defaults to its rate,
+    or ORT's 0.001.
 
-    `params` may give groups with rates of their own, as for any PyTorch optimizer.
+    `params` may give groups with rates of their own, as for any PyTorch optimizer. Parameters come in the order of
+    `model.named_parameters()`, and state dicts have their names. A parameter without a gradient is not stepped, and each has its own
+    count, as in PyTorch (ORT's checkpoints have one for all: they keep the others in properties of ours).
     """
 
     def __init__(
@@ -60,11 +74,11 @@ class OrtOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(
                 "the hyper-parameters of a .ort optimizer graph can't be read", remedy="Keep optimizer_model.onnx, or use fused=False."
             )
-        self.updated = True
+        self.updated = False
         self._updater: Updater | None = None
         self._known_states: dict[int, _States] = {}
-        known = {id(value): name for name, value in self.model.named_trainable().items()}
-        saved = self.model.take_optimizer_groups()
+        self._key = uuid.uuid4().hex  # by which the model knows whose moments a parameter's are
+        saved = self.model.saved_moments.groups
         if lr is None:
             lr = next((group.lr for group in saved.values() if group.lr is not None), DEFAULT_LR)
         given = list(params) if params is not None else list({id(value): value for value in self.model.named_trainable().values()}.values())
@@ -75,32 +89,20 @@ class OrtOptimizer(torch.optim.Optimizer):
                 path=self.model.artifacts.folder,
                 remedy="Export artifacts with trainable parameters.",
             )
-        super().__init__(given, {"lr": lr, **_torch_defaults(self.spec)})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise UnsupportedError(
-                        "the optimizer graph trains only parameters of the model that the training graph gives gradients for",
-                        remedy="Give other parameters to an optimizer of torch.optim.",
-                    )
-        if self.spec.max_norm is not None and len(self.param_groups) > 1:
-            raise UnsupportedError(
-                "the graph clips the gradients of all parameters together, it can't serve several groups",
-                remedy="Export the optimizer without max_norm and clip with torch.nn.utils.clip_grad_norm_.",
-            )
+        super().__init__(given, {"lr": lr, **torch_defaults(self.spec)})
         if saved:
             self.load_groups(saved)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. `self.updated` tells whether the graph made it (graphs can skip; the step count then stays)."""
+        """One update. `self.updated` tells whether it was made: graphs can skip it, and without gradients there is none; the step count
+        then stays."""
         # PyTorch's wrapper around every `step` costs as much as the graph's run on a small model: only where it has something to do.
         if closure is not None or self._is_watched() or torch.compiler.is_compiling():
             return self._watched_step(closure)
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            for group in self.param_groups:
-                self._step_group(group)
+            self._step_groups()
         finally:
             set_grad_enabled(before)
         return None
@@ -127,35 +129,59 @@ class OrtOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        self._step_groups()
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _step_groups(self) -> None:
+        self.updated = False
+        for group in self.param_groups:
+            self.updated = self._step_group(group) or self.updated
+
+    def _step_group(self, group: dict[str, Any]) -> bool:
         parameters: list[torch.Tensor] = group["params"]
         gradients: list[Any] = list(map(_grad, parameters))
-        if any(map(_is_none, gradients)):
+        without = any(map(_is_none, gradients))
+        if without:
             parameters = [parameter for parameter in parameters if parameter.grad is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
             if not parameters:
-                return
+                return False
         states = self._states(parameters, group)
+        if without and self.spec.kind != "SGD":
+            part_steps(states, [self.state[other] for other in group["params"] if other.grad is None and self.state.get(other)])
+        hyperparameters = self._hyperparameters(group)
+        if all(map(_is, map(_step_of, states), repeat(states[0]["step"]))):
+            return self._apply(parameters, gradients, states, float(group["lr"]), hyperparameters)
+        # The graph takes one count, so it runs once for each.
+        counts = share_steps(states, self.spec)
+        check_counts(counts, self.spec, self.fused)
+        if len(counts) > 1 and hyperparameters.max_norm is not None:
+            clip_gradients(gradients, hyperparameters.max_norm)
+            hyperparameters = dataclasses.replace(hyperparameters, max_norm=None)
+        updated = False
+        for positions in counts.values():
+            own = [parameters[position] for position in positions]
+            their_gradients, their_states = [gradients[position] for position in positions], [states[position] for position in positions]
+            updated = self._apply(own, their_gradients, their_states, float(group["lr"]), hyperparameters) or updated
+        return updated
+
+    def _apply(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, Any]],
+        lr: float,
+        hyperparameters: OptimizerSpec,
+    ) -> bool:
+        """Update parameters that are at the same count."""
         step: torch.Tensor = states[0]["step"]
         count = int(step.item()) + 1
         moments = [list(map(get, states)) for get in _MOMENTS_OF[self.spec.kind]] or [[], []]
-        self.updated = self._update_with().apply(
-            Update(
-                parameters=parameters,
-                gradients=gradients,
-                first=moments[0],
-                second=moments[1],
-                step=count,
-                lr=float(group["lr"]),
-                hyperparameters=self._hyperparameters(group),
-            )
-        )
-        if self.updated:
+        update = Update(parameters, gradients, first=moments[0], second=moments[1], step=count, lr=lr, hyperparameters=hyperparameters)
+        updated = self._update_with().apply(update)
+        if updated:
             step.fill_(count)
+        return updated
 
     def _states(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
         """The parameters' entries of `self.state`. Looking each up takes long (tensors are hashed by a Python function), so they are
@@ -176,12 +202,14 @@ class OrtOptimizer(torch.optim.Optimizer):
         missing = [parameter for parameter in parameters if not self.state.get(parameter)]
         if not missing:
             return
-        # ORT counts the steps of the whole group: all its parameters share one tensor.
-        known = [self.state[other]["step"] for other in group["params"] if self.state.get(other)]
-        step = known[0] if known else torch.zeros(())
+        if elsewhere := self._claim(missing):
+            warn_of_zeros(elsewhere)
+        step = count_tensor(0)
         moments = [zeros_like_all(missing) for _ in MOMENTS[self.spec.kind]]
         for parameter, *own in zip(missing, *moments, strict=True):
             self.state[parameter] = {"step": step, **dict(zip(MOMENTS[self.spec.kind], own, strict=True))}
+        if self.spec.kind == "SGD":
+            share_steps([self.state[parameter] for parameter in group["params"] if self.state.get(parameter)], self.spec)
 
     def create_moments(self) -> None:
         """Make the moments now (zeros), rather than at a parameter's first update."""
@@ -196,6 +224,7 @@ class OrtOptimizer(torch.optim.Optimizer):
 
     def _hyperparameters(self, group: dict[str, Any]) -> OptimizerSpec:
         spec = self.spec
+        check_options(group, spec)
         if spec.kind == "SGD" or (group["betas"], group["eps"], group["weight_decay"]) == (spec.betas, spec.eps, spec.weight_decay):
             return spec
         return dataclasses.replace(
@@ -209,7 +238,23 @@ class OrtOptimizer(torch.optim.Optimizer):
                 "the graph clips the gradients of all parameters together, it can't serve several groups",
                 remedy="Export the optimizer without max_norm and clip with torch.nn.utils.clip_grad_norm_.",
             )
-        super().add_param_group(param_group)
+        check_options(param_group, self.spec)
+        names: dict[int, str] = {}
+        for name, value in self.model.named_trainable().items():
+            names.setdefault(id(value), name)  # of tied ones the first
+        given = param_group["params"]
+        values = [given] if isinstance(given, torch.Tensor) else [one[1] if isinstance(one, tuple) else one for one in given]
+        if any(id(value) not in names for value in values):
+            raise UnsupportedError(
+                "the optimizer graph trains only parameters of the model that the training graph gives gradients for",
+                remedy="Give other parameters to an optimizer of torch.optim.",
+            )
+        super().add_param_group({**param_group, "params": [(names[id(value)], value) for value in values]})
+
+    def _claim(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        """This optimizer has the moments of the parameters from now on; returns those of which another one has some."""
+        names = {id(value): name for group in self.param_groups for name, value in zip(group["param_names"], group["params"], strict=True)}
+        return self.model.saved_moments.claim([names[id(parameter)] for parameter in parameters], self._key)
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW` has it: every parameter with a step tensor of its own."""
@@ -221,31 +266,43 @@ class OrtOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also loads the state of `torch.optim.AdamW` (or `SGD`), hyper-parameters included."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for key, value in _torch_defaults(self.spec).items():
-                group.setdefault(key, value)
-            self._tie_steps(group)
+        """Also loads the state of `torch.optim.AdamW` (or `SGD`), hyper-parameters included.
 
-    def _tie_steps(self, group: dict[str, Any]) -> None:
-        states = [self.state[parameter] for parameter in group["params"] if self.state.get(parameter)]
-        steps = {int(torch.as_tensor(state.get("step", 0)).item()) for state in states}
-        if len(steps) > 1:
-            raise UnsupportedError(
-                f"parameters of one group at different steps ({min(steps)} to {max(steps)}); ORT counts one step per group",
-                field="step",
-                remedy="Put them into separate groups, or keep training with the optimizer that made this state.",
-            )
-        shared = torch.tensor(float(steps.pop() if steps else 0))
-        owners = [parameter for parameter in group["params"] if self.state.get(parameter)]
-        for state in states:
-            state["step"] = shared
-        for name in MOMENTS[self.spec.kind]:
-            if any(name not in state for state in states):
-                raise CheckpointError(f"the state has no {name}", field=name, remedy="It is of another kind of optimizer.")
-            for state, place in zip(states, zeros_like_all(owners), strict=True):
-                state[name] = place.copy_(state[name])
+        Parameters are matched by `param_names`. A state dict without them must be in this optimizer's order; shapes that do not fit are
+        refused. Everything is checked before anything changes.
+        """
+
+        def match(_: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+            found = in_own_order(content, self.param_groups, self.spec, self.model.artifacts.trainable)
+            for group in found["param_groups"]:
+                states = [found["state"][index] for index in group["params"] if found["state"].get(index)]
+                check_counts({int(state.get("step", 0)): state for state in states if MOMENTS[self.spec.kind]}, self.spec, self.fused)
+            return found
+
+        handle = self.register_load_state_dict_pre_hook(match)  # the last one: hooks of the user may add names
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group in self.param_groups:
+            for key, value in torch_defaults(self.spec).items():
+                group.setdefault(key, value)
+            owners = [parameter for parameter in group["params"] if self.state.get(parameter)]
+            states = [self.state[parameter] for parameter in owners]
+            for state in states:
+                state["step"] = count_tensor(state.get("step", 0))
+            share_steps(states, self.spec)
+            for name in MOMENTS[self.spec.kind]:
+                for state, place in zip(states, zeros_like_all(owners), strict=True):
+                    state[name] = place.copy_(state[name])
+            self._claim(owners)
+
+    def set_step(self, parameter: torch.Tensor, count: int) -> None:
+        """Set how many steps a parameter has had."""
+        group = next(group for group in self.param_groups if any(own is parameter for own in group["params"]))
+        self._create_states([parameter], group)
+        self.state[parameter]["step"] = count_tensor(count)
+        share_steps([self.state[own] for own in group["params"] if self.state.get(own)], self.spec)
 
     @property
     def checkpoint_step(self) -> int:
@@ -254,54 +311,59 @@ class OrtOptimizer(torch.optim.Optimizer):
 
     def groups(self) -> dict[str, OptimizerGroup]:
         """The optimizer's state as a checkpoint holds it, on the same memory (SGD's moments are zeros, as ORT writes them)."""
-        names = {id(value): name for name, value in self.model.named_trainable().items()}
         result = {}
+        keys = MOMENTS[self.spec.kind] or ("momentum_buffer",)
         for index, group in enumerate(self.param_groups):
-            states: dict[str, dict[str, Any]] = {}
-            step = 0
-            for parameter in group["params"]:
+            found: dict[str, dict[str, Any]] = {}
+            counts: dict[str, int] = {}
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 state = self.state.get(parameter) or {}
-                step = max(step, int(state["step"].item()) if state else 0)
-                keys = MOMENTS[self.spec.kind] or ("momentum_buffer",)
-                states[names[id(parameter)]] = {
+                counts[name] = int(state["step"].item()) if state else 0
+                found[name] = {
                     f"momentum{number}": state[key] if key in state else torch.zeros_like(parameter.detach())
                     for number, key in enumerate(keys)
                 }
-            hyperparameters = {key: list(group[key]) if key == "betas" else group[key] for key in HYPERPARAMETERS if key in group}
-            if self.spec.kind == "SGD":
-                hyperparameters = {}
+            step = max(counts.values(), default=0)
+            if self.spec.kind != "SGD":
+                for name, count in counts.items():
+                    if count != step:
+                        found[name]["step"] = torch.tensor(count)
             initial = float(group.get("initial_lr", DEFAULT_LR))
-            result[f"group{index}"] = OptimizerGroup(step, initial, float(group["lr"]), states, hyperparameters)
+            result[f"group{index}"] = OptimizerGroup(step, initial, float(group["lr"]), found, self._saved_hyperparameters(group))
         return result
+
+    def _saved_hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """By PyTorch's names, and what PyTorch has no name for where it is not as in `torch.optim`."""
+        own = () if self.spec.kind == "SGD" else HYPERPARAMETERS
+        return {key: list(group[key]) if key == "betas" else group[key] for key in own if key in group} | self.spec.beyond_torch
 
     @torch.no_grad()
     def load_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
-        """Take over moments, step and (where known) the rate of a checkpoint."""
-        parameters = self.model.named_trainable()
-        saved = {name: (group, states) for group in groups.values() for name, states in group.states.items()}
+        """Take over moments, steps and (where known) the rate of a checkpoint. Everything is checked before anything changes.
+
+        Parameters that the checkpoint has no moments for start from zero; where it has none at all, only the step is taken over, as ORT
+        does.
+        """
+        loaded = []
         for index, own in enumerate(self.param_groups):
-            mine = {id(parameter) for parameter in own["params"]}
-            members = [name for name, parameter in parameters.items() if id(parameter) in mine and name in saved]
-            source = saved[members[0]][0] if members else groups.get(f"group{index}")
+            parameters = dict(zip(own["param_names"], own["params"], strict=True))
+            source = source_group(groups, list(parameters), index)
             if source is None:
                 continue
+            check_options(source.hyperparameters, self.spec)
+            made = states_from(groups, parameters, self.spec)
+            check_counts({int(state["step"].item()): state for state in made.values()}, self.spec, self.fused)
+            loaded.append((own, source, parameters, made))
+        for own, source, parameters, made in loaded:
             if source.lr is not None:
                 own["lr"] = source.lr
             own.update({key: tuple(value) if key == "betas" else value for key, value in source.hyperparameters.items() if key in own})
-            shared = torch.tensor(float(source.step))
-            made: dict[str, dict[str, Any]] = {name: {"step": shared} for name in members}
-            for number, key in enumerate(MOMENTS[self.spec.kind]):
-                for name, place in zip(members, zeros_like_all([parameters[name] for name in members]), strict=True):
-                    moment = saved[name][1].get(f"momentum{number}")
-                    if moment is None or moment.shape != place.shape:
-                        raise CheckpointError(
-                            "no moment of the parameter's shape",
-                            field=f"{name}/momentum{number}",
-                            remedy="Load weights only: leave the optimizer out of load_checkpoint.",
-                        )
-                    made[name][key] = place.copy_(moment.detach())
-            for name, state in made.items():
-                self.state[parameters[name]] = state
+            share_steps(list(made.values()), self.spec)
+            for name, parameter in parameters.items():
+                self.state.pop(parameter, None)
+                if name in made:
+                    self.state[parameter] = made[name]
+            self._claim([parameters[name] for name in made])
 
     def to_torch(self) -> torch.optim.Optimizer:
         """A plain `torch.optim.AdamW` or `SGD` that goes on from here, where PyTorch has the same mathematics."""
@@ -329,7 +391,8 @@ class OrtOptimizer(torch.optim.Optimizer):
             "model": self.model,
             "spec": self.spec,
             "fused": self.fused,
-            "updated": True,
+            "updated": self.updated,
+            "_key": self._key,
             "_updater": None,
             "_known_states": {},
         }
@@ -344,10 +407,3 @@ def unwrap(model: nn.Module) -> OrtModule:
             raise CheckpointError(f"expected an OrtModule, not {type(model).__name__}", remedy="Use a torch.optim optimizer for it.")
         inner = wrapped
     return inner
-
-
-def _torch_defaults(spec: OptimizerSpec) -> dict[str, Any]:
-    """What a torch.optim parameter group of this kind holds, so that states can be exchanged."""
-    if spec.kind == "SGD":
-        return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
-    return {"betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay, "amsgrad": False, "maximize": False}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,6 +98,26 @@ def place(root: nn.Module, name: str, hooked: list[Scope]) -> tuple[nn.Module, s
             owner._modules[part] = Scope(hooked)
         owner = owner._modules[part]  # type: ignore[assignment]
     return owner, key
+
+
+def materialize(
+    name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device, slot: torch.Tensor | None
+) -> torch.Tensor:
+    """A tensor of the module's own with a checkpoint's value, in `slot` where there is one; zeros of a nominal checkpoint."""
+    if slot is not None:
+        return slot if nominal else slot.copy_(value.detach())
+    if not nominal:
+        return value.detach().clone(memory_format=torch.contiguous_format).to(device)
+    shape = specs[name].shape if name in specs else ()
+    return torch.zeros(shape, dtype=value.dtype, device=device)
+
+
+def tree_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The names of all parameters and buffers as `state_dict` orders them: a module's own before those of its parts."""
+    yield from (prefix + key for key in (*module._parameters, *module._buffers))
+    for name, part in module._modules.items():
+        if part is not None:
+            yield from tree_order(part, f"{prefix}{name}.")
 
 
 def lookup(owner: nn.Module, key: str, computed: list[str] | None = None) -> torch.Tensor:

@@ -14,7 +14,8 @@ from ..state import CheckpointState, alias_agrees, alias_name, split_half_suffix
 from ..storage import PathLike
 from .checkpoints import check_fit
 from .module import OrtModule
-from .optimizer import MOMENTS, OrtOptimizer
+from .optimizer import OrtOptimizer
+from .optimizer_state import MOMENTS
 
 _MOMENT = re.compile(r"Moment_([12])_(.+)", re.DOTALL)
 _COUNT = "Update_Count_"
@@ -47,8 +48,15 @@ class TrainingSession:
             return self.model.eval()(*args, **kwargs)
 
     def optimizer_step(self) -> bool:
-        """One update; whether the graph made it."""
+        """One update; whether the graph made it. Before any `train_step` the gradients are zeros, as in ORT: the step counts, weights
+        decay and moments fade."""
         optimizer = self._optimizer()
+        self.model.require_values()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(parameter.grad is None for parameter in parameters):
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         return optimizer.updated
 
@@ -79,6 +87,10 @@ class TrainingSession:
         return self.optimizer.checkpoint_step if self.optimizer is not None else 0
 
     def get_state_tensors(self, include_mixed_precision: bool = True) -> dict[str, torch.Tensor]:
+        self.model.require_values()
+        return self._state_tensors(include_mixed_precision)
+
+    def _state_tensors(self, include_mixed_precision: bool = True) -> dict[str, torch.Tensor]:
         tensors = dict(self.model.named_tensors())
         if include_mixed_precision:
             tensors |= {alias_name(name, alias): alias for name, alias in self._aliases().items()}
@@ -93,7 +105,7 @@ class TrainingSession:
         With `strict=False` unknown names are ignored (a wrong shape or type never is). A weight given only as its half-precision alias
         sets the master; given both, they must agree.
         """
-        targets = self.get_state_tensors()
+        targets = self._state_tensors()
         given = {name: value if isinstance(value, torch.Tensor) else torch.as_tensor(value) for name, value in tensors.items()}
         if strict and (unknown := sorted(set(given) - set(targets))):
             raise CheckpointError(
@@ -128,6 +140,7 @@ class TrainingSession:
 
     def get_model_state(self, include_mixed_precision: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         """`full_precision`, and with `include_mixed_precision` also `mixed_precision`: weight -> tensor."""
+        self.model.require_values()
         state = {"full_precision": {name: tensor.detach() for name, tensor in self.model.named_tensors().items()}}
         if include_mixed_precision:
             state["mixed_precision"] = self._aliases()
@@ -146,6 +159,7 @@ class TrainingSession:
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> torch.Tensor:
         """All parameters end to end in one float32 tensor, as ORT's function of this name lays them out."""
+        self.model.require_values()
         return torch.cat([tensor.detach().reshape(-1) for tensor in self._buffer_order(trainable_only)])
 
     @torch.no_grad()
@@ -214,7 +228,7 @@ class TrainingSession:
             key = MOMENTS[self._optimizer().spec.kind][int(match[1]) - 1]
             self._optimizer().state[parameters[match[2]]][key].copy_(value)
         else:
-            self._optimizer().state[parameters[name.removeprefix(_COUNT)]]["step"].fill_(float(value.item()) - 1)
+            self._optimizer().set_step(parameters[name.removeprefix(_COUNT)], int(value.item()) - 1)
 
     def _original(self, name: str) -> str:
         base = _VIEW.sub("", name)

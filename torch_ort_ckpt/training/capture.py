@@ -142,7 +142,7 @@ def _load_state_dicts(training: Training, model_dict: dict[str, Any], optimizer_
     try:
         model.load_state_dict(model_dict)
         if optimizer is not None and optimizer_dict is not None:
-            optimizer.load_state_dict(_numbered(optimizer_dict, _names(model, optimizer)))
+            optimizer.load_state_dict(_numbered(optimizer_dict, _names(model, optimizer), optimizer))
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"the entry does not fit the model and optimizer: {error}", remedy="It was saved from others.") from error
 
@@ -162,9 +162,19 @@ def _named(content: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     }
 
 
-def _numbered(content: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """As `load_state_dict` wants it, for an optimizer whose parameters are `names`; tensors are copied, for some keep what they get."""
+def _numbered(content: Mapping[str, Any], names: list[str], optimizer: Optimizer) -> dict[str, Any]:
+    """As `load_state_dict` wants it, for an optimizer whose parameters are `names`; tensors are copied, for some keep what they get.
+
+    PyTorch goes by position: each group's parameters must come in the optimizer's order, whatever the order was when it was saved.
+    """
     index = {name: number for number, name in enumerate(names)}
+    groups, start = [], 0
+    for number, (group, own) in enumerate(zip(content["param_groups"], optimizer.param_groups, strict=True)):
+        members = list(range(start, start + len(own["params"])))
+        if sorted(index[name] for name in group["params"]) != members:
+            raise ValueError(f"parameter group {number} has other parameters")
+        groups.append({**group, "params": members, **({"param_names": own["param_names"]} if "param_names" in own else {})})
+        start += len(members)
 
     def copied(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -172,7 +182,7 @@ def _numbered(content: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return {
         **content,
         "state": {index[name]: {key: copied(value) for key, value in states.items()} for name, states in content["state"].items()},
-        "param_groups": [{**group, "params": [index[name] for name in group["params"]]} for group in content["param_groups"]],
+        "param_groups": groups,
     }
 
 
