@@ -111,8 +111,7 @@ def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> No
 
     A folder whose writer did not get so far as to mark it is deleted only while it is empty.
     """
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+    if delete_if_empty(folder):
         return
     with writer_of(folder) as writer:
         if writer is not Writer.GONE:
@@ -123,6 +122,17 @@ def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> No
             delete_folder(folder)
         elif _is_unmarked(folder, name):
             delete_folder(folder)
+
+
+def delete_if_empty(folder: Path) -> bool:
+    """Delete a folder that holds nothing; whether it did."""
+    try:
+        if os.listdir(folder):
+            return False
+        os.rmdir(folder)
+    except OSError:
+        return False
+    return True
 
 
 def delete_folder(folder: Path, last: str = MARKER) -> None:

@@ -220,11 +220,10 @@ def forked(action: Callable[[int], Any], operation: int, journal: bool = False) 
 
 def die_at(last: int, journal: int | None) -> None:
     counter = itertools.count(1)
-    changing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
     def wrapped(name: str, real: Any) -> Any:
         def call(*args: Any, **more: Any) -> Any:
-            if name == "open" and not args[1] & changing:
+            if name == "open" and not args[1] & os.O_CREAT:
                 return real(*args, **more)
             if next(counter) == last:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -37,7 +37,14 @@ def scenario(name: str, directory: Path, *more: object) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("kills", "locks"), [(60, "flock"), (30, "refused"), *(pytest.param(2000, locks, marks=SOAK) for locks in LOCKS)])
+@pytest.mark.parametrize(
+    ("kills", "locks"),
+    [
+        (60, "flock"),
+        (30, "refused"),
+        *(pytest.param(kills, locks, marks=SOAK) for kills, locks in ((2000, "flock"), (500, "refused"), (500, "none"))),
+    ],
+)
 def test_killed_at_random_operations_no_entry_is_lost_and_the_weights_are_those_of_a_quiet_run(
     kills: int, locks: str, tmp_path: Path
 ) -> None:

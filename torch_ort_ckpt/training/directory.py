@@ -15,7 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..ownership import MARKER, MarkedFolder, Writer, delete_abandoned, delete_folder, identity_of, new_identity, write_marker, writer_of
+from ..ownership import (
+    MARKER,
+    MarkedFolder,
+    Writer,
+    delete_abandoned,
+    delete_folder,
+    delete_if_empty,
+    identity_of,
+    new_identity,
+    write_marker,
+    writer_of,
+)
 from ..storage import directory_lock, fsync_directory, save_error, unsynced_error, warn
 from .entry import MANIFEST, READABLE, Entry, read_entry
 
@@ -175,8 +186,8 @@ def recover(target: Path) -> None:
                 continue
         delete_abandoned(place, target.name)
     for place in _leftovers(target, "old"):
-        with contextlib.suppress(OSError):
-            os.rmdir(place)  # its deletion lacked only this
+        if delete_if_empty(place):  # its deletion lacked only this
+            continue
         gone = not os.path.lexists(place / MANIFEST)
         if not _promote(place, target) and (gone or os.path.lexists(target)) and why_kept(place, target.name) is None:
             _delete(place)
