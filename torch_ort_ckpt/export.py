@@ -25,11 +25,13 @@ from .artifacts import Artifacts, OptimizerSpec
 from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, MissingDependencyError, UnsupportedError
 from .formats import save
-from .graphs import load_model, refuse_crashes
+from .graphs import chain_statistics, load_model
+from .limits import refuse_frozen_recurrent
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
 from .state import CheckpointState
 from .storage import PathLike
+from .training_repairs import repair_training
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
@@ -73,6 +75,7 @@ def export_artifacts(
     dynamic = {name: {0: "batch"} for name, value in inputs.items() if value.dim()} if dynamic_shapes is None else dynamic_shapes
     spec = optimizer_spec(optimizer)
     trainable = _trainable(module, frozen)
+    _refuse_statistics(module)
     tell("exporting the forward graph")
     model = _export(module, inputs, dynamic, trainable, exporter, opset, tell)
     for line in repair_forward(model):
@@ -87,10 +90,14 @@ def export_artifacts(
         tell("building the gradient graph")
         _generate(model, trainable, fixed, loss, extras, Path(temporary), prefix)
         names = [f"{prefix}training_model.onnx", f"{prefix}eval_model.onnx"]
-        for name in names:
-            graph = load_model(Path(temporary) / name, weights=True)
+        training, evaluation = (load_model(Path(temporary) / name, weights=True) for name in names)
+        refuse_frozen_recurrent(training, place / names[0])
+        chain_statistics(training, evaluation)
+        for line in repair_training(training):
+            _log.info("%s", line)
+        single_batch_norm_outputs(evaluation)
+        for name, graph in zip(names, (training, evaluation), strict=True):
             cap_ir_version(graph)
-            single_batch_norm_outputs(graph) if "eval" in name else refuse_frozen_recurrent(graph, place / name)
             onnx.save(graph, Path(temporary) / name)
         if spec is not None:
             onnx.save(optimizer_model(spec, opset=_opset(model)), Path(temporary) / f"{prefix}optimizer_model.onnx")
@@ -105,12 +112,6 @@ def export_artifacts(
     return Artifacts.load(place, prefix=prefix)
 
 
-def refuse_frozen_recurrent(graph: onnx.ModelProto, path: Path) -> None:
-    """A graph that would crash whatever its dimensions is refused here; one with a dynamic AveragePool may still be run with fixed ones."""
-    symbols = {dim.dim_param for value in graph.graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param}
-    refuse_crashes(graph, symbols, path)
-
-
 def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
     if isinstance(example, Mapping):
         return dict(example)
@@ -122,6 +123,18 @@ def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
     ]
     names += [f"input{index}" for index in range(len(names), len(values))]  # *args
     return dict(zip(names, values, strict=False))
+
+
+def _refuse_statistics(module: nn.Module) -> None:
+    """Running statistics that no graph can keep as PyTorch does: they would come out wrong without an error."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            if isinstance(part, nn.modules.instancenorm._InstanceNorm):
+                what = "an InstanceNorm that tracks running statistics, which no exporter writes"
+                raise UnsupportedError(what, field=name, remedy="Pass track_running_stats=False.")
+            if part.momentum is None:
+                what = "a BatchNorm with momentum=None, whose average over all batches ONNX can't express"
+                raise UnsupportedError(what, field=name, remedy="Give it a momentum, 0.1 for example.")
 
 
 def _trainable(module: nn.Module, frozen: Iterable[str]) -> list[str]:

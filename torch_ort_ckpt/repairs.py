@@ -21,6 +21,7 @@ def repair_forward(model: onnx.ModelProto) -> list[str]:
         ("gave LayerNormalization and Dropout the outputs their gradients need", complete_outputs),
         ("replaced CastLike by Cast", replace_cast_like),
         ("decomposed InstanceNormalization", decompose_instance_norm),
+        ("removed Transposes that move nothing", remove_identity_transposes),
     )
     for text, repair in repairs:
         if count := repair(model):
@@ -85,6 +86,18 @@ def decompose_instance_norm(model: onnx.ModelProto) -> int:
         count += 1
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+    return count
+
+
+def remove_identity_transposes(model: onnx.ModelProto) -> int:
+    """ORT's optimizer takes any Transpose before a Gemm of matrices for one that exchanges rows and columns."""
+    count = 0
+    for node in all_nodes(model.graph):
+        perm = list(attributes(node).get("perm", ())) if node.op_type == "Transpose" else []
+        if perm and perm == sorted(perm):
+            node.op_type = "Identity"
+            del node.attribute[:]
+            count += 1
     return count
 
 
