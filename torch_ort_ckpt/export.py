@@ -26,9 +26,9 @@ from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, MissingDependencyError, UnsupportedError
 from .formats import save
 from .graphs import chain_statistics, load_model
-from .limits import refuse_frozen_recurrent
+from .limits import refuse_control_flow, refuse_frozen_recurrent
 from .optimizer_graph import optimizer_model, optimizer_spec
-from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
+from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs, stop_padding_gradients
 from .state import CheckpointState
 from .storage import PathLike
 from .training_repairs import repair_training
@@ -76,10 +76,12 @@ def export_artifacts(
     spec = optimizer_spec(optimizer)
     trainable = _trainable(module, frozen)
     _refuse_statistics(module)
+    padding = _padding_rows(module)
     tell("exporting the forward graph")
     model = _export(module, inputs, dynamic, trainable, exporter, opset, tell)
     for line in repair_forward(model):
         _log.info("%s", line)
+    refuse_control_flow(model, trainable)
     _set_values(model, module)
     buffers = {name for name, _ in module.named_buffers()}
     initializers = {tensor.name for tensor in model.graph.initializer}
@@ -95,6 +97,7 @@ def export_artifacts(
         chain_statistics(training, evaluation)
         for line in repair_training(training):
             _log.info("%s", line)
+        stop_padding_gradients(training, padding)
         single_batch_norm_outputs(evaluation)
         for name, graph in zip(names, (training, evaluation), strict=True):
             cap_ir_version(graph)
@@ -267,6 +270,23 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     first = {id(value): name for name, value in [*module.named_parameters(), *module.named_buffers()]}
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: first[id(value)] for name, value in everything if first[id(value)] != name}
+
+
+def _padding_rows(module: nn.Module) -> dict[str, int]:
+    """Embedding weight -> the row that takes no gradient."""
+    names = {id(value): name for name, value in module.named_parameters()}
+    found: dict[str, set[int | None]] = {}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and id(part.weight) in names:
+            found.setdefault(names[id(part.weight)], set()).add(part.padding_idx)
+    for name, rows in found.items():
+        if len(rows) > 1:
+            raise UnsupportedError(
+                "several embeddings with one weight and different padding_idx: ONNX can't tell them apart",
+                field=name,
+                remedy="Give all of them the same padding_idx.",
+            )
+    return {name: row for name, (row,) in found.items() if row is not None}
 
 
 def _set_values(model: onnx.ModelProto, module: nn.Module) -> None:

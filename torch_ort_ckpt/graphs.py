@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 ACCUMULATION_BUFFER = "_grad.accumulation.buffer"
 ACCUMULATION_OUTPUT = "_grad.accumulation.out"
 LAZY_RESET = "lazy_reset_grad"
+PADDING = "padding_idx="
 
 RANDOM_OPS = frozenset(
     {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial"}
@@ -116,6 +117,12 @@ def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
         for item in node.attribute:
             for body in [item.g] if item.type == onnx.AttributeProto.GRAPH else item.graphs:
                 yield from all_nodes(body)
+
+
+def padding_row(node: onnx.NodeProto) -> int | None:
+    """The row of an embedding that takes no gradient (PyTorch's `padding_idx`), which a Gather of our export names in its description."""
+    text = node.doc_string.removeprefix(PADDING) if node.op_type == "Gather" and node.doc_string.startswith(PADDING) else ""
+    return int(text) if text.isdecimal() else None
 
 
 def gradient_names(model: onnx.ModelProto) -> dict[str, str]:
@@ -243,7 +250,7 @@ def _topological(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     waiting = [0] * len(graph.node)
     readers: list[list[int]] = [[] for _ in graph.node]
     for place, node in enumerate(graph.node):
-        for source in {producers[name] for name in _reads(node) if name in producers}:
+        for source in {producers[name] for name in reads(node) if name in producers}:
             waiting[place] += 1
             readers[source].append(place)
     ready = [place for place, count in enumerate(waiting) if not count]
@@ -258,7 +265,7 @@ def _topological(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return ordered
 
 
-def _reads(node: onnx.NodeProto) -> Iterable[str]:
+def reads(node: onnx.NodeProto) -> Iterable[str]:
     """What a node reads, the bodies of If and Loop too."""
     yield from node.input
     for item in node.attribute:

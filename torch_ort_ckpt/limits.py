@@ -6,14 +6,14 @@ A missing kernel is not among them: ORT itself says so, naming the node, when it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx
 from onnx import numpy_helper
 
 from .errors import UnsupportedError
-from .graphs import RECURRENT_OPS, all_nodes, attributes, gradient_names
+from .graphs import RECURRENT_OPS, all_nodes, attributes, gradient_names, reads
 from .training_repairs import Shape, shapes
 
 _FIX = 'Fix every symbolic dimension: OrtModule(..., dimensions={"batch": 8}); or use engine="torch".'
@@ -39,6 +39,26 @@ def refuse_wrong(model: onnx.ModelProto, path: str | os.PathLike[str] | None = N
 def refuse_frozen_recurrent(model: onnx.ModelProto, path: str | os.PathLike[str] | None = None) -> None:
     """Refuse only what crashes every client, whatever its sizes: such artifacts are not worth writing."""
     _refuse(model, dict.fromkeys(RECURRENT_OPS, _frozen_recurrent), path)
+
+
+def refuse_control_flow(model: onnx.ModelProto, trainable: Iterable[str]) -> None:
+    """Refuse a forward graph with an If, Loop or Scan on the way from a parameter to the loss, of which ORT's gradient builder may die."""
+    trainable = set(trainable)
+    depends = set(trainable)
+    for node in model.graph.node:
+        if node.op_type in _WITHOUT_GRADIENT or not depends.intersection(reads(node)):
+            continue
+        if node.op_type in ("If", "Loop", "Scan"):
+            parameters = sorted(trainable.intersection(reads(node)))
+            raise UnsupportedError(
+                f"ONNX Runtime has no gradient for {node.op_type}" + (f", which reads {', '.join(parameters)}" if parameters else ""),
+                field=f"{node.op_type} {node.name}".strip(),
+                remedy="Replace what is exported so (EmbeddingBag by Embedding and a sum, a loop by its steps).",
+            )
+        depends.update(node.output)
+
+
+_WITHOUT_GRADIENT = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Not"}
 
 
 def _refuse(model: onnx.ModelProto, limits: Mapping[str, Limit], path: str | os.PathLike[str] | None) -> None:

@@ -212,9 +212,7 @@ def _as_two_dimensional(rewriter: Rewriter, node: onnx.NodeProto, settings: dict
     return [*nodes, helper.make_node("ConvGrad", inputs, outputs, node.name, domain=node.domain, **changed), *behind]
 
 
-def _group_by_group(
-    rewriter: Rewriter, node: onnx.NodeProto, settings: dict[str, Any], weight: tuple[int, ...]
-) -> list[onnx.NodeProto]:
+def _group_by_group(rewriter: Rewriter, node: onnx.NodeProto, settings: dict[str, Any], weight: tuple[int, ...]) -> list[onnx.NodeProto]:
     prefix = f"{node.name or next(filter(None, node.output))}.group"
     groups = range(settings["group"])
     count = weight[0] // len(groups)

@@ -148,7 +148,8 @@ def unchained(exported: Exported, exporter: str, folder: Path, *, evaluation: bo
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"), [(nn.BatchNorm1d(6, momentum=None), "momentum=None"), (nn.InstanceNorm1d(6, track_running_stats=True), "InstanceNorm")]
+    ("layer", "words"),
+    [(nn.BatchNorm1d(6, momentum=None), "momentum=None"), (nn.InstanceNorm1d(6, track_running_stats=True), "InstanceNorm")],
 )
 def test_statistics_that_no_graph_can_keep_are_refused(layer: nn.Module, words: str, tmp_path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match=f"^1: .*{words}"):

@@ -53,7 +53,9 @@ def convolve(rank: int, groups: int, *sizes: int) -> Build:
             inputs = [chain.current, chain.weight(8, chain.shape[1] // groups, *[size] * rank)]
             inputs += [chain.weight(8)] if size > 1 else []
             pads = [size // 2] * rank
-            chain.then("Conv", inputs, lambda x, w, b=None, p=pads: function(x, w, b, padding=p, groups=groups), group=groups, pads=pads * 2)
+            chain.then(
+                "Conv", inputs, lambda x, w, b=None, p=pads: function(x, w, b, padding=p, groups=groups), group=groups, pads=pads * 2
+            )
             chain.then("Tanh", [chain.current], torch.tanh)
 
     return build
@@ -265,7 +267,7 @@ def test_auto_trains_what_ort_has_no_kernel_for(name: str, tmp_path: Path) -> No
     native = family.build().train()
     *inputs, labels = family.batch()
     artifacts = toc.export_artifacts(native, tuple(inputs), tmp_path, exporter="torchscript")
-    with pytest.raises(toc.CheckpointError, match="(LSTMTraining|AveragePool|ConvTransposeGrad|ResizeGrad)"):
+    with pytest.raises(toc.CheckpointError, match=r"(LSTMTraining|AveragePool|ConvTransposeGrad|ResizeGrad)"):
         toc.OrtModule(artifacts, engine="ort")(*inputs, labels)
     model = toc.OrtModule(artifacts)
     assert model.engine.name == "torch"

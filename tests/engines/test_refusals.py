@@ -137,3 +137,11 @@ def test_a_recurrent_layer_with_frozen_weights(tmp_path: Path) -> None:
     model(*batch("lstm")).backward()
     assert model.lstm.weight_ih_l0.grad is None
     assert model.fc.weight.grad is not None
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_a_loop_over_parameters(exporter: str, tmp_path: Path) -> None:
+    """ORT's gradient builder dies of one of them (segmentation fault) and fails at the other."""
+    net = nn.Sequential(nn.EmbeddingBag(10, 6, mode="mean"), nn.Linear(6, 5))
+    with pytest.raises(toc.CheckpointError, match=r"Loop.*no gradient for Loop.*EmbeddingBag"):
+        toc.export_artifacts(net, (torch.randint(0, 10, (4, 5)),), tmp_path, exporter=exporter)

@@ -42,9 +42,9 @@ class Choices:
 
 @dataclass
 class Chain:
-    """Inputs `x` (float), `tokens` (int64) and `labels` (int64), all with the batch first, and what is computed from them so far.
+    """Inputs `x` (float), `tokens` (int64) and `labels` (int64), and what is computed from them so far.
 
-    Axis 0 of every value that layers hand on is the batch, unless `whole` is set: then the batch was summed over.
+    Axis 0 of every value that one layer hands on to the next is the batch.
     """
 
     opset: int

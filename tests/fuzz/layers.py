@@ -305,13 +305,22 @@ def narrow(chain: Chain, choices: Choices) -> str:
         limits = [chain.constant([value]) for value in (0, 1, axis)]
         (found,) = chain.add("Slice", [chain.current, *limits], lambda x: x.narrow(axis, 0, 1))
     elif chain.opset >= 18:
-        found = chain.add("ReduceMean", [chain.current, chain.constant([axis])], lambda x: x.mean(axis, keepdim=bool(keep)), keepdims=keep)[0]
+        found = chain.add("ReduceMean", [chain.current, chain.constant([axis])], lambda x: x.mean(axis, keepdim=bool(keep)), keepdims=keep)[
+            0
+        ]
     else:
         found = chain.add("ReduceMean", [chain.current], lambda x: x.mean(axis, keepdim=bool(keep)), keepdims=keep, axes=[axis])[0]
     return chain.add("Tanh", [found], torch.tanh)[0] if choices.flag() else found
 
 
-_BINARY: dict[str, Any] = {"Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": torch.div, "Min": torch.minimum, "Max": torch.maximum}
+_BINARY: dict[str, Any] = {
+    "Add": torch.add,
+    "Sub": torch.sub,
+    "Mul": torch.mul,
+    "Div": torch.div,
+    "Min": torch.minimum,
+    "Max": torch.maximum,
+}
 
 
 @layer

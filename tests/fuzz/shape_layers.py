@@ -79,9 +79,7 @@ def split(chain: Chain, choices: Choices) -> None:
     while left and len(sizes) < 3:
         sizes.append(left if len(sizes) == 2 else 1 + choices.pick(left))
         left -= sizes[-1]
-    parts = chain.add(
-        "Split", [chain.current, chain.constant(sizes)], lambda x: torch.split(x, sizes, axis), outputs=len(sizes), axis=axis
-    )
+    parts = chain.add("Split", [chain.current, chain.constant(sizes)], lambda x: torch.split(x, sizes, axis), outputs=len(sizes), axis=axis)
     (parts[0],) = chain.add("Tanh", [parts[0]], torch.tanh)
     joined = parts[::-1] if choices.flag() else parts
     if choices.flag() and len(joined) > 1:
@@ -195,9 +193,7 @@ def scatter(chain: Chain, choices: Choices) -> None:
     if choices.flag():
         update = chain.weight(1, width, scale=1.0)
         place = places[0][0]
-        (written,) = chain.add(
-            "ScatterND", [table, chain.constant(places), update], lambda t, u: t.index_put((torch.tensor([place]),), u)
-        )
+        (written,) = chain.add("ScatterND", [table, chain.constant(places), update], lambda t, u: t.index_put((torch.tensor([place]),), u))
     else:
         indices = torch.tensor([[choices.pick(rows) for _ in range(width)]])
         update = chain.weight(1, width, scale=1.0)
