@@ -20,10 +20,12 @@ from .graphs import (
     LAZY_RESET,
     TensorSpec,
     attributes,
+    chain_statistics,
     describe_ort_file,
     is_random,
     load_model,
     read_order,
+    shares_statistics,
     spec_of,
 )
 from .paths import refuse_url
@@ -93,7 +95,10 @@ class Artifacts:
     @cached_property
     def training(self) -> onnx.ModelProto | None:
         """The training graph; None where it is missing or in ORT's own format (`.ort`), which only ORT can read."""
-        return _parse(self.training_path)
+        model = _parse(self.training_path)
+        if model is not None and shares_statistics(model):
+            chain_statistics(model, self.eval)
+        return model
 
     @cached_property
     def eval(self) -> onnx.ModelProto | None:

@@ -26,12 +26,14 @@ from .dynamic_check import check_dynamic, refuse_fixed
 from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, UnsupportedError
 from .formats import save
-from .graphs import load_model, refuse_crashes, write_order
+from .graphs import chain_statistics, load_model, write_order
+from .limits import refuse_control_flow, refuse_frozen_recurrent
 from .optimizer_graph import optimizer_model, optimizer_spec
 from .ort_builder import build_gradients
-from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs
+from .repairs import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs, stop_padding_gradients
 from .state import CheckpointState
 from .storage import PathLike, as_path
+from .training_repairs import repair_training
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +82,13 @@ def export_artifacts(
     dynamic = {name: {0: "batch"} for name, value in inputs.items() if value.dim()} if dynamic_shapes is None else dynamic_shapes
     spec = optimizer_spec(optimizer)
     trainable = _trainable(module, frozen)
+    _refuse_statistics(module)
+    padding = _padding_rows(module)
     tell("exporting the forward graph")
     model = _export(module, inputs, dynamic, trainable, exporter, opset, tell)
     for line in repair_forward(model):
         _log.info("%s", line)
+    refuse_control_flow(model, trainable)
     buffers = {name for name, _ in module.named_buffers()}
     initializers = {tensor.name for tensor in model.graph.initializer}
     fixed = [name for name, _ in module.named_parameters() if name in initializers and name not in trainable]
@@ -93,10 +98,15 @@ def export_artifacts(
         tell("building the gradient graph")
         build_gradients(model, trainable, fixed, loss, class_axis, extras, pending.path, prefix)
         names = [f"{prefix}training_model.onnx", f"{prefix}eval_model.onnx"]
-        for name in names:
-            graph = load_model(pending.path / name, weights=True)
+        training, evaluation = (load_model(pending.path / name, weights=True) for name in names)
+        refuse_frozen_recurrent(training, place / names[0])
+        chain_statistics(training, evaluation)
+        for line in repair_training(training):
+            _log.info("%s", line)
+        stop_padding_gradients(training, padding)
+        single_batch_norm_outputs(evaluation)
+        for name, graph in zip(names, (training, evaluation), strict=True):
             cap_ir_version(graph)
-            single_batch_norm_outputs(graph) if "eval" in name else refuse_frozen_recurrent(graph, place / name)
             refuse_fixed(graph, dynamic, place / name)
             write_order(graph, module)
             onnx.save(graph, pending.path / name)
@@ -120,12 +130,6 @@ def _is_artifact(prefix: str, name: str) -> bool:
     return name in names
 
 
-def refuse_frozen_recurrent(graph: onnx.ModelProto, path: Path) -> None:
-    """A graph that would crash whatever its dimensions is refused here; one with a dynamic AveragePool may still be run with fixed ones."""
-    symbols = {dim.dim_param for value in graph.graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param}
-    refuse_crashes(graph, symbols, path)
-
-
 def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
     if isinstance(example, Mapping):
         return dict(example)
@@ -137,6 +141,18 @@ def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
     ]
     names += [f"input{index}" for index in range(len(names), len(values))]  # *args
     return dict(zip(names, values, strict=False))
+
+
+def _refuse_statistics(module: nn.Module) -> None:
+    """Running statistics that no graph can keep as PyTorch does: they would come out wrong without an error."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            if isinstance(part, nn.modules.instancenorm._InstanceNorm):
+                what = "an InstanceNorm that tracks running statistics, which no exporter writes"
+                raise UnsupportedError(what, field=name, remedy="Pass track_running_stats=False.")
+            if part.momentum is None:
+                what = "a BatchNorm with momentum=None, whose average over all batches ONNX can't express"
+                raise UnsupportedError(what, field=name, remedy="Give it a momentum, 0.1 for example.")
 
 
 def _trainable(module: nn.Module, frozen: Iterable[str]) -> list[str]:
@@ -272,6 +288,23 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     first = {id(value): name for name, value in [*module.named_parameters(), *module.named_buffers()]}
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: first[id(value)] for name, value in everything if first[id(value)] != name}
+
+
+def _padding_rows(module: nn.Module) -> dict[str, int]:
+    """Embedding weight -> the row that takes no gradient."""
+    names = {id(value): name for name, value in module.named_parameters()}
+    found: dict[str, set[int | None]] = {}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and id(part.weight) in names:
+            found.setdefault(names[id(part.weight)], set()).add(part.padding_idx)
+    for name, rows in found.items():
+        if len(rows) > 1:
+            raise UnsupportedError(
+                "several embeddings with one weight and different padding_idx: ONNX can't tell them apart",
+                field=name,
+                remedy="Give all of them the same padding_idx.",
+            )
+    return {name: row for name, (row,) in found.items() if row is not None}
 
 
 def _set_values(model: onnx.ModelProto, module: nn.Module) -> None:

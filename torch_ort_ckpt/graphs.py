@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,11 +20,14 @@ from torch import nn
 from .dtypes import TORCH_FROM_ONNX, short_name
 from .errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
 
+logger = logging.getLogger(__name__)
+
 ACCUMULATION_BUFFER = "_grad.accumulation.buffer"
 ACCUMULATION_OUTPUT = "_grad.accumulation.out"
 LAZY_RESET = "lazy_reset_grad"
 ORDER = "torch_ort_ckpt.order"
 """Key of a graph's metadata that says in which order the exported module has its parameters and buffers."""
+PADDING = "padding_idx="
 
 RANDOM_OPS = frozenset(
     {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial"}
@@ -186,6 +191,12 @@ def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
                 yield from all_nodes(body)
 
 
+def padding_row(node: onnx.NodeProto) -> int | None:
+    """The row of an embedding that takes no gradient (PyTorch's `padding_idx`), which a Gather of our export names in its description."""
+    text = node.doc_string.removeprefix(PADDING) if node.op_type == "Gather" and node.doc_string.startswith(PADDING) else ""
+    return int(text) if text.isdecimal() else None
+
+
 def gradient_names(model: onnx.ModelProto) -> dict[str, str]:
     """Parameter -> the value that is its gradient, from the nodes that add it to its accumulation buffer."""
     names = {}
@@ -245,8 +256,94 @@ def batch_norms(model: onnx.ModelProto) -> list[BatchNorm]:
             roots[node.output[0]] = roots[node.input[0]]
         if _trains_statistics(node) and node.input[3] in roots and node.input[4] in roots:
             mean, variance = roots[node.input[3]], roots[node.input[4]]
+            roots |= dict(zip(node.output[1:3], (mean, variance), strict=False))  # the next use of the layer goes on from there
             found.append(BatchNorm(node.output[0], mean, variance, float(attributes(node).get("momentum", 0.9))))
     return found
+
+
+def shares_statistics(model: onnx.ModelProto) -> bool:
+    """Whether a BatchNorm is used more than once."""
+    means = [norm.mean for norm in batch_norms(model)]
+    return len(set(means)) < len(means)
+
+
+def chain_statistics(model: onnx.ModelProto, evaluation: onnx.ModelProto | None) -> None:
+    """Let every further use of a BatchNorm go on from the running statistics that the use before it left (in place).
+
+    Which that is, nothing in a training graph tells: ORT's gradient builder puts nodes in an order of its own. It leaves the eval graph
+    in the order in which the module called its layers.
+    """
+    uses: dict[str, list[BatchNorm]] = {}
+    for norm in batch_norms(model):
+        uses.setdefault(norm.mean, []).append(norm)
+    shared = [norms for norms in uses.values() if len(norms) > 1]
+    if not shared:
+        return
+    order = [output for node in (evaluation.graph.node if evaluation is not None else ()) for output in node.output]
+    called = {name: place for place, name in enumerate(order)}
+    known = all(norm.output in called for norms in shared for norm in norms)
+    if not known:
+        names = ", ".join(norms[0].mean for norms in shared)
+        logger.warning("%s: used more than once, in an order that only an eval graph tells; taken from the nodes' names", names)
+    for norms in shared:
+        _link(model, sorted(norms, key=lambda norm: [("", called[norm.output])] if known else _by_number(norm.output)))
+    ordered = _topological(model.graph)
+    if len(ordered) < len(model.graph.node):  # the names misled: one use computes what an earlier one by name reads
+        for norms in shared:
+            _link(model, norms)
+        ordered = _topological(model.graph)
+    del model.graph.node[:]
+    model.graph.node.extend(ordered)
+
+
+def _link(model: onnx.ModelProto, norms: list[BatchNorm]) -> None:
+    """Let the uses of one BatchNorm update its statistics in this order."""
+    nodes = {node.output[0]: node for node in model.graph.node if node.output}
+    latest = [norms[0].mean, norms[0].variance]
+    for norm in norms:
+        node = nodes[norm.output]
+        node.input[3], node.input[4] = latest
+        while len(node.output) < 3:
+            node.output.append("")
+        for place in (1, 2):
+            node.output[place] = node.output[place] or f"{norm.output}.statistics{place}"
+        latest = list(node.output[1:3])
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """Exporters call the uses of `/block/bn` `/block/bn`, `/block/bn_1`, ..., `/block/bn_10`, or number the values."""
+    parts = (part.rpartition("_") for part in name.split("/"))
+    return [(stem, int(end)) if mark and end.isdigit() else (stem + mark + end, -1) for stem, mark, end in parts]
+
+
+def _topological(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The nodes with each after those it reads from, otherwise in their order. Nodes in a circle are left out."""
+    producers = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    waiting = [0] * len(graph.node)
+    readers: list[list[int]] = [[] for _ in graph.node]
+    for place, node in enumerate(graph.node):
+        for source in {producers[name] for name in reads(node) if name in producers}:
+            waiting[place] += 1
+            readers[source].append(place)
+    ready = [place for place, count in enumerate(waiting) if not count]
+    ordered = []
+    while ready:
+        place = heapq.heappop(ready)
+        ordered.append(graph.node[place])
+        for reader in readers[place]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, reader)
+    return ordered
+
+
+def reads(node: onnx.NodeProto) -> Iterable[str]:
+    """What a node reads, the bodies of If and Loop too."""
+    yield from node.input
+    for item in node.attribute:
+        for body in [item.g] if item.type == onnx.AttributeProto.GRAPH else item.graphs:
+            for inner in all_nodes(body):
+                yield from inner.input
 
 
 def _trains_statistics(node: onnx.NodeProto) -> bool:
@@ -316,56 +413,6 @@ def fix_dimensions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.Mod
             if dim.dim_param in sizes:
                 dim.dim_value = sizes[dim.dim_param]
     return changed
-
-
-def refuse_crashes(model: onnx.ModelProto, fixed: Iterable[str], path: str | os.PathLike[str] | None = None) -> None:
-    """Refuse training graphs that take the whole process down in ORT 1.19.2, instead of running them.
-
-    `fixed` names the symbolic dimensions that the caller has given a size.
-    """
-    fixed = set(fixed)
-    inputs = {value.name: spec_of(value) for value in model.graph.input}
-    shapes = inputs | {value.name: spec_of(value) for value in model.graph.value_info}
-    gradients = gradient_names(model)
-    free = any(isinstance(size, str) and size not in fixed for spec in inputs.values() for size in (spec.shape or ()))
-    for node in all_nodes(model.graph):
-        if node.op_type == "AveragePoolGrad" or (node.op_type in ("AveragePool", "MaxPool") and gradients):
-            source = shapes.get(node.input[0])
-            shape = source.shape if source is not None else None
-            maximum = node.op_type == "MaxPool"  # its gradient bears a dynamic batch
-            dynamic = shape is None or any(isinstance(size, str) and size not in fixed for size in shape[2 if maximum else 0 :])
-            if dynamic and free:
-                how = "segmentation fault) when height or width are" if maximum else "division by zero, SIGFPE) when the batch is"
-                raise UnsupportedError(
-                    f"its gradient crashes ONNX Runtime ({how} dynamic",
-                    path=path,
-                    field=f"{node.op_type} {node.name}",
-                    remedy='Fix every symbolic dimension: OrtModule(..., dimensions={"batch": 8}); or use engine="torch".',
-                )
-        if node.op_type in RECURRENT_OPS and gradients:
-            weights = [name for name in node.input[1:3] if name]
-            frozen = [name for name in weights if _comes_from_frozen(model, name, gradients)]
-            if frozen:
-                raise UnsupportedError(
-                    f"ONNX Runtime crashes (segmentation fault) on a recurrent layer whose weights are frozen: {', '.join(frozen)}",
-                    path=path,
-                    field=f"{node.op_type} {node.name}",
-                    remedy='Export with these weights trainable and leave them out of the optimizer; or use engine="torch".',
-                )
-
-
-def _comes_from_frozen(model: onnx.ModelProto, name: str, gradients: dict[str, str]) -> bool:
-    """Whether a value is computed from constants and frozen parameters only."""
-    producers = {output: node for node in model.graph.node for output in node.output}
-    waiting, seen = [name], set()
-    while waiting:
-        current = waiting.pop()
-        if current in gradients:
-            return False
-        if current in producers and current not in seen:
-            seen.add(current)
-            waiting.extend(producers[current].input)
-    return True
 
 
 def model_bytes(model: onnx.ModelProto, path: Path | None) -> bytes:

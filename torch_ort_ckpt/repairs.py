@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from .graphs import all_nodes, attributes, with_inferred_shapes
+from .graphs import PADDING, all_nodes, attributes, with_inferred_shapes
 
 MAX_IR_VERSION = 10
 """The newest that ORT 1.19.2 loads."""
@@ -22,6 +22,7 @@ def repair_forward(model: onnx.ModelProto) -> list[str]:
         ("gave LayerNormalization and Dropout the outputs their gradients need", complete_outputs),
         ("replaced CastLike by Cast", replace_cast_like),
         ("decomposed InstanceNormalization", decompose_instance_norm),
+        ("removed Transposes that move nothing", remove_identity_transposes),
     )
     for text, repair in repairs:
         if count := repair(model):
@@ -100,6 +101,18 @@ def decompose_instance_norm(model: onnx.ModelProto) -> int:
     return count
 
 
+def remove_identity_transposes(model: onnx.ModelProto) -> int:
+    """ORT's optimizer takes any Transpose before a Gemm of matrices for one that exchanges rows and columns."""
+    count = 0
+    for node in all_nodes(model.graph):
+        perm = list(attributes(node).get("perm", ())) if node.op_type == "Transpose" else []
+        if perm and perm == sorted(perm):
+            node.op_type = "Identity"
+            del node.attribute[:]
+            count += 1
+    return count
+
+
 def single_batch_norm_outputs(model: onnx.ModelProto) -> int:
     """Outside training BatchNormalization has one output; the exporter's training graph leaves more."""
     count = 0
@@ -108,6 +121,51 @@ def single_batch_norm_outputs(model: onnx.ModelProto) -> int:
             del node.output[1:]
             count += 1
     return count
+
+
+def stop_padding_gradients(model: onnx.ModelProto, padding: Mapping[str, int]) -> int:
+    """Let no gradient reach the padding row of embeddings (weight -> row) in a training graph, in place: Gather has no such attribute.
+
+    The node of the forward part says so too, for whoever differentiates it anew: see `graphs.padding_row`.
+    """
+    opset = next(item.version for item in model.opset_import if item.domain in ("", "ai.onnx"))
+    lookups = {
+        f"{node.output[0]}_grad": node
+        for node in model.graph.node
+        if node.op_type == "Gather" and node.input[0] in padding and not attributes(node).get("axis", 0)
+    }
+    for node in lookups.values():
+        node.doc_string = f"{PADDING}{padding[node.input[0]]}"
+    nodes, count = [], 0
+    for node in model.graph.node:
+        if node.op_type == "GatherGrad" and node.input[2] in lookups:
+            nodes.extend(_without_padding(model, node, padding[lookups[node.input[2]].input[0]], opset))
+            count += 1
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return count
+
+
+def _without_padding(model: onnx.ModelProto, node: onnx.NodeProto, row: int, opset: int) -> list[onnx.NodeProto]:
+    """Nodes that put zeros in place of the gradient at every index that is `row`."""
+    prefix = f"{node.name or node.output[0]}.padding"
+    names = {key: f"{prefix}.{key}" for key in ("indices", "row", "equal", "mask", "zero", "axis", "gradient")}
+    kind = element_types(model).get(node.input[2], onnx.TensorProto.FLOAT)
+    model.graph.initializer.append(numpy_helper.from_array(np.array(row, np.int64), names["row"]))
+    model.graph.initializer.append(helper.make_tensor(names["zero"], kind, [], [0.0]))
+    if opset >= 13:
+        model.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), names["axis"]))
+        unsqueeze = helper.make_node("Unsqueeze", [names["equal"], names["axis"]], [names["mask"]])
+    else:
+        unsqueeze = helper.make_node("Unsqueeze", [names["equal"]], [names["mask"]], axes=[-1])
+    gradient, node.input[2] = node.input[2], names["gradient"]
+    return [
+        helper.make_node("Cast", [node.input[1]], [names["indices"]], to=onnx.TensorProto.INT64),
+        helper.make_node("Equal", [names["indices"], names["row"]], [names["equal"]]),
+        unsqueeze,
+        helper.make_node("Where", [names["mask"], names["zero"], gradient], [names["gradient"]]),
+    ]
 
 
 def rename_initializers(model: onnx.ModelProto, names: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from torch import device as Device
 
 from ..artifacts import Artifacts
 from ..errors import CheckpointError, UnsupportedError
-from ..graphs import TensorSpec, refuse_crashes
+from ..graphs import TensorSpec
 from . import cuda
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,7 @@ Maker = Callable[[Artifacts, EngineOptions], Engine]
 def make(name: str, artifacts: Artifacts, options: EngineOptions) -> Engine:
     """The engine called `ort` or `torch`; `auto` is ORT where it is installed and able to run these graphs, and PyTorch elsewhere."""
     if name == "auto":
-        reason = why_not_ort(artifacts, options)
-        name = "torch" if reason else "ort"
-        logger.info("engine: %s%s", name, f" ({reason})" if reason else "")
+        return _make_either(artifacts, options)
     if name == "ort":
         from . import ort
 
@@ -98,17 +96,35 @@ def usable_device(device: str | Device) -> Device:
     return found
 
 
-def why_not_ort(artifacts: Artifacts, options: EngineOptions) -> str | None:
-    """What keeps ONNX Runtime from running these artifacts here; None if nothing does."""
+def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
+    """ORT if it takes the graphs: they are given to it at once, since nobody else knows which kernels it lacks."""
+    reason = why_not_ort(options)
+    if reason is None:
+        from . import ort
+
+        engine = ort.OrtEngine(artifacts, options)
+        try:
+            engine.prepare()
+            logger.info("engine: ort")
+            return engine
+        except CheckpointError as error:
+            if artifacts.training is None and artifacts.eval is None:  # `.ort` files, which PyTorch can't run either
+                raise
+            reason = error.message if error.field is None else f"{error.field}: {error.message}"
+    logger.info("engine: torch (%s)", reason)
+    try:
+        return make("torch", artifacts, options)
+    except CheckpointError as error:
+        both = f"neither engine runs these graphs (ort: {reason}; torch: {error.message})"
+        raise UnsupportedError(both, path=error.path, field=error.field, remedy=error.remedy) from error
+
+
+def why_not_ort(options: EngineOptions) -> str | None:
+    """What keeps ONNX Runtime from running anything here; None if nothing does."""
     if not importlib.util.find_spec("onnxruntime"):
         return "onnxruntime-training is not installed"
     if not importlib.util.find_spec("onnxruntime.training"):
         return "the installed onnxruntime can't train"
     if options.device.type != "cpu" and options.device.type != "cuda":
         return f"onnxruntime-training does not run on {options.device.type}"
-    if artifacts.training is not None:
-        try:
-            refuse_crashes(artifacts.training, options.dimensions, artifacts.training_path)
-        except UnsupportedError as error:
-            return error.message
     return None

@@ -7,6 +7,7 @@ own IOBinding with its outputs bound once. A buffer is free again when nobody ou
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from typing import Any
 
@@ -20,21 +21,25 @@ from ..graphs import (
     ACCUMULATION_OUTPUT,
     LAZY_RESET,
     TensorSpec,
+    all_nodes,
     direct_gradient_names,
     direct_gradients,
     fix_dimensions,
     model_bytes,
-    refuse_crashes,
     unbias_statistics,
 )
+from ..limits import refuse_wrong
 from ..pytorch_private import keeps_graph
 from ..storage import warn
+from ..training_repairs import repair_training
 from . import EngineOptions, Tensors, cuda
 from .dlpack import to_ort
 from .gradients import GradientBuffer, GradientPool, Lease, refuse_second_derivative, scale, spent
 from .labels import check_labels
 from .sessions import Binding, GraphSession, import_onnxruntime, ort_device, set_seed
 from .versions import as_ort_loads
+
+logger = logging.getLogger(__name__)
 
 
 class OrtEngine:
@@ -86,10 +91,20 @@ class OrtEngine:
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         self._notice_autocast()
+        return self.eval_graph().run(inputs, parameters)
+
+    def prepare(self) -> None:
+        """Make the sessions of every graph that has operators of its own, so that what ORT can't run shows now."""
+        if self.artifacts.training_path is not None:
+            self.training_graph()
+        if self.artifacts.eval_path is not None and not _operators(self.artifacts.eval) <= _operators(self.artifacts.training):
+            self.eval_graph()
+
+    def eval_graph(self) -> _EvalGraph:
         with self._lock:
             if self._eval is None:
                 self._eval = _EvalGraph(self.artifacts, self.options)
-        return self._eval.run(inputs, parameters)
+        return self._eval
 
     def _notice_autocast(self) -> None:
         if not self._told_of_autocast and torch.is_autocast_enabled(self.options.device.type):
@@ -156,7 +171,7 @@ class _TrainingGraph(GraphSession):
             raise MissingFileError("no training_model", path=artifacts.folder, remedy="Call model.eval() to run the eval graph.")
         order = list(artifacts.parameters)
         self.trainable = [order.index(name) for name in artifacts.trainable]
-        self.gradient_specs = [_fixed(spec, artifacts) for spec in artifacts.gradients.values()]
+        self.gradient_specs = [_fixed(spec, artifacts.parameters[name], artifacts) for name, spec in artifacts.gradients.items()]
         self.outputs = [spec.name for spec in artifacts.outputs]
         names = [spec.name for spec in artifacts.inputs]
         self.input_gradients = [(names.index(name), self.outputs.index(output)) for name, output in artifacts.input_gradients.items()]
@@ -173,11 +188,15 @@ class _TrainingGraph(GraphSession):
         self.pool = GradientPool(self._new_buffer)
 
     def _prepared(self, model: onnx.ModelProto, artifacts: Artifacts, options: EngineOptions) -> onnx.ModelProto:
-        """The training graph as it is run: checked, with fixed dimensions, and with gradients as outputs."""
-        refuse_crashes(model, options.dimensions, artifacts.training_path)
+        """The training graph as it is run: with fixed dimensions, repaired, checked, and with gradients as outputs."""
         names = direct_gradient_names(model)
         self.gradients = [names[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
-        changed = direct_gradients(fix_dimensions(model, options.dimensions))
+        repaired = onnx.ModelProto()
+        repaired.CopyFrom(fix_dimensions(model, options.dimensions))
+        for line in repair_training(repaired):
+            logger.info("%s", line)
+        refuse_wrong(repaired, artifacts.training_path)
+        changed = direct_gradients(repaired)
         if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
             self.written = unbias_statistics(changed)
             changed, self.labels = check_labels(changed, artifacts.inputs)
@@ -217,8 +236,10 @@ class _EvalGraph(GraphSession):
                 "no eval_model, which eval() and no_grad() need", path=artifacts.folder, remedy="Export the artifacts with an eval model."
             )
         graph = artifacts.eval
-        if graph is not None and options.device.type == "cpu":
-            graph, self.labels = check_labels(graph, artifacts.inputs)
+        if graph is not None:
+            refuse_wrong(graph, artifacts.eval_path)
+            if options.device.type == "cpu":
+                graph, self.labels = check_labels(graph, artifacts.inputs)
         model = str(artifacts.eval_path) if graph is None else model_bytes(as_ort_loads(graph), artifacts.eval_path)
         super().__init__(model, artifacts, options, {spec.name for spec in artifacts.eval_inputs})
         self.outputs = [spec.name for spec in artifacts.eval_outputs]
@@ -236,8 +257,15 @@ class _EvalGraph(GraphSession):
         return outputs
 
 
-def _fixed(spec: TensorSpec, artifacts: Artifacts) -> tuple[torch.dtype, tuple[int, ...]]:
-    shape = tuple(size for size in spec.shape or () if isinstance(size, int))
-    if spec.dtype is None or spec.shape is None or len(shape) != len(spec.shape):
+def _operators(model: onnx.ModelProto | None) -> set[tuple[str, str]]:
+    """Those whose kernels a session needs. The training graph has BatchNormalization under another name."""
+    found = {(node.domain, node.op_type) for node in all_nodes(model.graph)} if model is not None else set()
+    return found - {("", "BatchNormalization"), ("", "Constant"), ("", "Identity")}
+
+
+def _fixed(spec: TensorSpec, parameter: TensorSpec, artifacts: Artifacts) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Type and shape of a gradient. Its shape is the parameter's, whatever ORT inferred for its buffer."""
+    shape = tuple(size for size in parameter.shape or () if isinstance(size, int))
+    if spec.dtype is None or parameter.shape is None or len(shape) != len(parameter.shape):
         raise UnsupportedError("a gradient without a fixed shape", path=artifacts.training_path, field=spec.name)
     return spec.dtype, shape

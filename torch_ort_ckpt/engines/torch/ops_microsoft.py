@@ -41,8 +41,9 @@ def concat_training(*values: Tensor, axis: int, outputs: int = 1) -> Any:
 
 
 @register_op("SplitTraining", domain=MICROSOFT)
-def split_training(x: Tensor, sizes: Tensor, *, axis: int = 0) -> Any:
-    return torch.split(x, sizes.tolist(), axis)
+def split_training(x: Tensor, sizes: Tensor, *, axis: int = 0, outputs: int = 1) -> Any:
+    parts = torch.split(x, sizes.tolist(), axis)
+    return parts[0] if outputs == 1 else parts
 
 
 @register_op("LSTMTraining", domain=MICROSOFT)

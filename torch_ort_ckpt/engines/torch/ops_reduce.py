@@ -98,11 +98,12 @@ def arg_min(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: i
 
 
 @register_op("TopK")
-def top_k(x: Tensor, k: Ints | None = None, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+def top_k(x: Tensor, k: Ints | None = None, *, axis: int = -1, largest: int = 1, sorted: int = 1, outputs: int = 2) -> Any:
     """The first of equal values comes first, as ONNX wants, hence a stable sort."""
     count = k if isinstance(k, int) else k[0]  # type: ignore[index]  # before opset 10 an attribute, an int; since then an input of one
     values, indices = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
-    return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
+    values, indices = values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
+    return values if outputs == 1 else (values, indices)
 
 
 def _arg(function: Callable[..., Tensor], x: Tensor, axis: int, keepdims: int, select_last_index: int) -> Tensor:

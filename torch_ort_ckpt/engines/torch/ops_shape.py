@@ -100,15 +100,15 @@ def _backwards(x: Tensor, axis: int, start: int, end: int, step: int) -> Tensor:
 
 
 @register_op("Gather")
-def gather(x: Tensor, indices: Scalar, *, axis: int = 0) -> Tensor:
-    """Negative indices count from the end."""
+def gather(x: Tensor, indices: Scalar, *, axis: int = 0, padding_idx: int | None = None) -> Tensor:
+    """Negative indices count from the end. The row `padding_idx` of an embedding takes no gradient."""
     if isinstance(indices, int):
         return x.select(axis, indices)
     if indices.dtype not in (torch.int64, torch.int32):
         indices = indices.long()
     indices = torch.where(indices < 0, indices + x.shape[axis], indices)
     if axis == 0 and x.dim() == 2 and x.is_floating_point():
-        return F.embedding(indices, x)  # its backward is much faster than that of indexing
+        return F.embedding(indices, x, padding_idx)  # its backward is much faster than that of indexing
     axis %= x.dim()
     return x.index_select(axis, indices.reshape(-1)).reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 

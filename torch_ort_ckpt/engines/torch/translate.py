@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import CheckpointError, UnsupportedError
-from ...graphs import ONNX_ERRORS, RANDOM_OPS
+from ...graphs import ONNX_ERRORS, RANDOM_OPS, padding_row
 from .constants import constant_value, identifier, read_attributes, read_tensor
 from .host import Host, fold_host, host_constant
 from .joins import join_linear
@@ -225,6 +225,8 @@ class GraphBuilder:
 
     def _add(self, node: onnx.NodeProto, where: str) -> None:
         attributes = read_attributes(node)
+        if (row := padding_row(node)) is not None:
+            attributes["padding_idx"] = row
         op = find_op(node.domain if node.domain != "ai.onnx" else "", node.op_type, self.opsets.get(node.domain, 1), where)
         inputs = [self.value(name) for name in node.input]
         name = node.op_type if not node.domain else _HOST_NAMES.get(node.op_type, "")
