@@ -17,7 +17,9 @@ from torch.nn import functional as F
 import torch_ort_ckpt as toc
 from tests.models import batch, exported, module
 
-ENGINES = [pytest.param("ort", marks=pytest.mark.ort), "torch"]
+pytestmark = pytest.mark.ort  # the artifacts are made by ORT's own tools
+
+ENGINES = ["ort", "torch"]
 
 
 def calls(model: Any) -> dict[str, Any]:
@@ -117,7 +119,6 @@ def test_labels_that_the_graph_computes_are_looked_at_too(shifted: tuple[toc.Art
             assert_refused(model, label, x, labels)
 
 
-@pytest.mark.ort
 def test_an_unknown_number_of_classes_is_asked_of_the_scores(tmp_path: Path) -> None:
     """`y = x`: how many classes there are is known only when it runs."""
     loss = helper.make_node("SoftmaxCrossEntropyLoss", ["sum", "labels"], ["loss", "log_prob"], reduction="mean")
@@ -143,7 +144,6 @@ def test_an_unknown_number_of_classes_is_asked_of_the_scores(tmp_path: Path) -> 
                 model(x, torch.tensor([0, label]))
 
 
-@pytest.mark.ort
 def test_the_ignored_label_as_an_input_of_the_loss(tmp_path: Path) -> None:
     """As ONNX Runtime's own operator takes it."""
     loss = helper.make_node(

@@ -13,6 +13,8 @@ import torch_ort_ckpt as toc
 from tests.models import batch, exported, module
 from torch_ort_ckpt.errors import UnsupportedError
 
+pytestmark = pytest.mark.ort  # the artifacts are made by ORT's own tools
+
 
 def penalized(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -47,7 +49,6 @@ def by_scaled_loss(model: Any, loss: torch.Tensor) -> None:
     torch.autograd.grad(loss * scale, [scale, *model.parameters()], create_graph=True)
 
 
-@pytest.mark.ort
 @pytest.mark.parametrize("ask", [by_grad, by_backward, by_scaled_loss])
 def test_engine_ort_refuses_a_graph_over_gradients(ask: Any) -> None:
     model = toc.OrtModule(exported("mlp"), engine="ort", threads=1)

@@ -185,8 +185,8 @@ class TrainingSession:
 
     def _optimizer(self) -> OrtOptimizer:
         if self.optimizer is None:
-            lacking = "optimizer_model" if self.artifacts.optimizer_path is None else "training_model"
-            raise CheckpointError(f"the artifacts have no {lacking}", path=self.artifacts.folder, remedy="Export one, or use torch.optim.")
+            lacking = "the artifacts have no optimizer_model" if self.artifacts.optimizer_path is None else "there is no training_model"
+            raise CheckpointError(lacking, path=self.artifacts.folder, remedy="Export one, or use torch.optim.")
         return self.optimizer
 
     def _buffer_order(self, trainable_only: bool) -> list[torch.Tensor]:
