@@ -38,6 +38,8 @@ def without(paths):
     gone = []
     for path in paths:
         place, name = owner_of(path)
+        if (module := sys.modules.pop(f"torch.{path}", None)) is not None:
+            gone.append((sys.modules.__setitem__, f"torch.{path}", module))
         if name in vars(place):
             gone.append((setattr, place, name, vars(place)[name]))
             delattr(place, name)

@@ -279,6 +279,21 @@ def test_branches_and_loops_become_methods(tmp_path: Path) -> None:
     assert_clean(tmp_path / "model.py")
 
 
+def test_two_constants_may_be_one_tensor(tmp_path: Path) -> None:
+    """A Cast that changes nothing, computed at translation: its result is its input. Large ones are buffers of a state dict."""
+    text = """agraph (float[100] x, float[100] w) => (float[100] y)
+    <int64 zero = {0}, int64 hundred = {100}, int64 one = {1}>
+    {
+        numbers = Range(zero, hundred, one)  table = Cast<to = 1>(numbers)  again = Cast<to = 1>(table)
+        a = Mul(x, table)  b = Mul(w, again)  y = Add(a, b)
+    }"""
+    artifacts = eval_only(tmp_path, text, {"w": torch.full((100,), 2.0)})
+    plain = toc.to_torch_module(artifacts, source=tmp_path / "model.py").eval()
+    x = torch.randn(100)
+    torch.testing.assert_close(plain(x), (x + 2) * torch.arange(100))
+    assert_clean(tmp_path / "model.py")
+
+
 @pytest.fixture
 def _restored_registry() -> Iterator[None]:
     before = {key: list(value) for key, value in registry._OPS.items()}

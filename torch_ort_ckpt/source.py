@@ -142,7 +142,9 @@ class _Plan:
         anything and give a tuple."""
         code = module.graph.python_code("self")
         definition = next(item for item in ast.parse(code.src).body if isinstance(item, ast.FunctionDef))
-        members = {key: f"{name}_{key}" for key, _ in (*module.named_buffers(recurse=False), *module.named_children())}
+        members = {
+            key: f"{name}_{key}" for key, _ in (*module.named_buffers(recurse=False, remove_duplicate=False), *module.named_children())
+        }
         read = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
         names = {key: _global(library, value, key) for key, value in code.globals.items() if key in read and key != "torch"}
         parameters = [argument.arg for argument in definition.args.args][1:]
@@ -152,7 +154,7 @@ class _Plan:
         body = _tidied([rewriter.visit(item) for item in definition.body], single=kinds is not None)
         if kinds is None:
             library.use_member("typing", "Any")
-        for key, value in module.named_buffers(recurse=False):
+        for key, value in module.named_buffers(recurse=False, remove_duplicate=False):
             self._constant(members[key], value, settings)
         for key, child in module.named_children():
             if isinstance(child, fx.GraphModule):

@@ -207,7 +207,9 @@ class GraphBuilder:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         module = fx.GraphModule(self.root, self.graph, class_name="OnnxGraph")
-        for name, value in list(module.named_buffers(recurse=False)):  # GraphModule forgets that they are not part of a state dict
+        for name, value in list(
+            module.named_buffers(recurse=False, remove_duplicate=False)
+        ):  # GraphModule forgets that they are not part of a state dict
             module.register_buffer(name, value, persistent=False)
         return module
 
@@ -220,7 +222,7 @@ class GraphBuilder:
         text = identifier(name)
         while hasattr(self.root, text):
             text += "_"
-        self.root.register_buffer(text, value, persistent=False)
+        self.root.register_buffer(text, value.contiguous(), persistent=False)
         return self.graph.get_attr(text)
 
     def _add(self, node: onnx.NodeProto, where: str) -> None:
