@@ -15,7 +15,7 @@ from ..state import CheckpointState, Value, is_string
 from ..storage import PathLike
 
 
-def check_state(state: CheckpointState, path: PathLike) -> None:
+def check_savable(state: CheckpointState, path: PathLike) -> None:
     """Raise `UnsupportedError` with the field that can't be written."""
     for kind in ("trainable", "frozen", "mixed_precision", "partitions", "optimizer", "properties"):
         _check_names(getattr(state, kind), path, kind)
@@ -45,13 +45,13 @@ def check_state(state: CheckpointState, path: PathLike) -> None:
         if not isinstance(info.original_dim, tuple) or not all(
             type(number) is int and -(1 << 63) <= number < 1 << 63 for number in numbers
         ):
-            _refuse("not a shape and an axis of 64-bit integers", path, f"partitions/{name}")
+            _refuse("not a partition (a shape and an axis, in 64-bit integers)", path, f"partitions/{name}")
 
 
 def _check_names(names: Iterable[Any], path: PathLike, where: str) -> None:
     for name in names:
         if not isinstance(name, str):
-            _refuse(f"a name that is no text but a {type(name).__name__}", path, f"{where}/{name!r}", "Use str.")
+            _refuse(f"a name that is not text: {name!r}", path, where, "Names are strings.")
         try:
             name.encode()
         except UnicodeEncodeError:
@@ -77,7 +77,7 @@ def _check_text(text: str, path: PathLike, where: str) -> None:
     try:
         text.encode("utf-8", "surrogateescape")  # bytes that were no UTF-8 in the file they came from
     except UnicodeEncodeError:
-        _refuse("text that is not Unicode (it has half of a surrogate pair)", path, where)
+        _refuse("text with a lone surrogate, which is not Unicode", path, where, "Replace that character.")
 
 
 def _refuse(what: str, path: PathLike, field: str, remedy: str | None = None) -> NoReturn:
