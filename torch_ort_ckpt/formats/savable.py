@@ -12,7 +12,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..state import CheckpointState, Value, is_string
-from ..storage import PathLike
+from ..storage import PathLike, warn
 
 
 def check_savable(state: CheckpointState, path: PathLike) -> None:
@@ -46,6 +46,15 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
             type(number) is int and -(1 << 63) <= number < 1 << 63 for number in numbers
         ):
             _refuse("not a partition (a shape and an axis, in 64-bit integers)", path, f"partitions/{name}")
+
+
+def warn_of_nominal(state: CheckpointState, path: PathLike) -> None:
+    """A nominal checkpoint has names and types only: say so where the state has more."""
+    if not state.nominal:
+        return
+    held = [name for name, value in state.parameters.items() if value.shape or (value.item() if is_string(value) else not value.is_meta)]
+    if held:
+        warn(f"{path}: a nominal checkpoint holds no shapes and values; those of {len(held)} tensors are left out: {', '.join(held[:5])}")
 
 
 def _check_names(names: Iterable[Any], path: PathLike, where: str) -> None:
