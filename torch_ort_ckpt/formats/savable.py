@@ -34,6 +34,10 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
         _refuse("both trainable and frozen", path, min(both))
     for label, value in state.tensors():
         _check_tensor(value, path, label)
+    for group_name, group in state.optimizer.items():
+        for param, moments in group.states.items():
+            if "step" in moments and not _is_whole_number(moments["step"]):
+                _refuse("a step that is not one whole number", path, f"optimizer/{group_name}/{param}/step")
     for name, alias in state.mixed_precision.items():
         if is_string(alias) or alias.dtype not in (torch.float16, torch.bfloat16):
             _refuse("a half-precision alias must be float16 or bfloat16", path, f"mixed_precision/{name}")
@@ -80,6 +84,12 @@ def _check_tensor(value: Value, path: PathLike, where: str) -> None:
         if not isinstance(text, str):
             _refuse(f"a {type(text).__name__} among the strings", path, where, "Convert it to str first.")
         _check_text(text, path, where)
+
+
+def _is_whole_number(value: Value) -> bool:
+    if is_string(value) or value.numel() != 1 or value.is_complex():
+        return False
+    return value.is_meta or float(value).is_integer()
 
 
 def _check_text(text: str, path: PathLike, where: str) -> None:
