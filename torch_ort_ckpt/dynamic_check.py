@@ -21,7 +21,7 @@ from .storage import PathLike
 Inputs = Mapping[str, torch.Tensor]
 Dynamic = Mapping[str, Mapping[int, str]]
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def _native(module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     twin = copy.deepcopy(module).cpu().train()
     for layer in twin.modules():
-        if isinstance(layer, _BATCH_NORMS):
+        if isinstance(layer, BATCH_NORMS):
             layer.eval()
     with torch.no_grad(), torch.random.fork_rng():
         try:

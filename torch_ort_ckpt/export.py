@@ -22,7 +22,7 @@ from torch import nn
 
 from .artifact_set import pending_set, refuse_existing
 from .artifacts import MODELS, Artifacts, OptimizerSpec
-from .dynamic_check import check_dynamic, refuse_fixed
+from .dynamic_check import BATCH_NORMS, check_dynamic, refuse_fixed
 from .engines.dlpack import ALIASABLE
 from .errors import CheckpointError, UnsupportedError
 from .formats import save
@@ -34,6 +34,8 @@ from .repairs import cap_ir_version, rename_initializers, repair_forward, single
 from .state import CheckpointState
 from .storage import PathLike, as_path
 from .training_repairs import repair_training
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 _log = logging.getLogger(__name__)
 
@@ -146,13 +148,12 @@ def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
 def _refuse_statistics(module: nn.Module) -> None:
     """Running statistics that no graph can keep as PyTorch does: they would come out wrong without an error."""
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
-            if isinstance(part, nn.modules.instancenorm._InstanceNorm):
-                what = "an InstanceNorm that tracks running statistics, which no exporter writes"
-                raise UnsupportedError(what, field=name, remedy="Pass track_running_stats=False.")
-            if part.momentum is None:
-                what = "a BatchNorm with momentum=None, whose average over all batches ONNX can't express"
-                raise UnsupportedError(what, field=name, remedy="Give it a momentum, 0.1 for example.")
+        if isinstance(part, _INSTANCE_NORMS) and part.track_running_stats:
+            what = "an InstanceNorm that tracks running statistics, which no exporter writes"
+            raise UnsupportedError(what, field=name, remedy="Pass track_running_stats=False.")
+        if isinstance(part, BATCH_NORMS) and part.track_running_stats and part.momentum is None:
+            what = "a BatchNorm with momentum=None, whose average over all batches ONNX can't express"
+            raise UnsupportedError(what, field=name, remedy="Give it a momentum, 0.1 for example.")
 
 
 def _trainable(module: nn.Module, frozen: Iterable[str]) -> list[str]:

@@ -93,6 +93,9 @@ def _adamw_each(
 # AdamW in one pass over memory; torch.optim.AdamW(fused=True) is made of it.
 fused_adamw_: Callable[..., Any] = _find("_fused_adamw_", _adamw_each)
 
+# The negative of a tensor over the same memory, which torch.save keeps as such; the public function makes a copy.
+negative_view: Callable[[torch.Tensor], torch.Tensor] = _find("_neg_view", torch.neg)
+
 # Turns gradients on or off. The public context manager does just this, and takes as long as a small model's update.
 set_grad_enabled: Callable[[bool], Any] = _find("_C._set_grad_enabled", torch.set_grad_enabled)
 

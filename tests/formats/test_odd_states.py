@@ -57,8 +57,8 @@ NOWHERE: dict[str, tuple[toc.CheckpointState, str]] = {
     "a lone surrogate in a string": (state(frozen={"s": text("\ud800")}), "surrogate"),
     "a lone surrogate in a property": (state(properties={"p": "\ud800"}), "surrogate"),
     "a lone surrogate in a name": (toc.CheckpointState({"\ud800": torch.ones(2)}), "not Unicode"),
-    "a number for a name": (toc.CheckpointState({1: torch.ones(2)}), "no text but a int"),  # type: ignore[dict-item]
-    "a number for a moment's name": (state(optimizer={"group0": moments({0: torch.ones(2)})}), "no text but a int"),
+    "a number for a name": (toc.CheckpointState({1: torch.ones(2)}), "a name that is not text"),  # type: ignore[dict-item]
+    "a number for a moment's name": (state(optimizer={"group0": moments({0: torch.ones(2)})}), "a name that is not text"),
     "a sparse tensor": (toc.CheckpointState({"w": torch.eye(2).to_sparse()}), "a sparse_coo tensor"),
     "a quantized tensor": (toc.CheckpointState({"w": QUANTIZED}), "a quantized tensor"),
     "a nested tensor": (toc.CheckpointState({"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}), "a nested tensor"),
@@ -66,7 +66,8 @@ NOWHERE: dict[str, tuple[toc.CheckpointState, str]] = {
     "a tensor for a hyper-parameter": (state(optimizer={"group0": group(hyperparameters={"lr": torch.ones(1)})}), "a Tensor, which is not"),
     "numbers for names": (state(optimizer={"group0": group(hyperparameters={"a": {1: 2}})}), "names that are not text"),
     "a step that is no integer": (state(optimizer={"group0": toc.OptimizerGroup(1.5)}), "step is a float"),  # type: ignore[arg-type]
-    "a shape beyond 64 bits": (state(partitions={"w": toc.PartitionInfo((1 << 70,))}), "64-bit"),
+    "half a step": (state(optimizer={"group0": moments({"step": torch.tensor(2.5)})}), "not one whole number"),
+    "a shape beyond 64 bits": (state(partitions={"w": toc.PartitionInfo((1 << 70,))}), "not a partition"),
     "an alias of another type": (state(mixed_precision={"w": torch.ones(2)}), "must be float16 or bfloat16"),
 }  # fmt: skip
 

@@ -101,14 +101,25 @@ def _another_number(rng: random.Random, container: Any, key: Any, places: list[P
     if isinstance(value, (str, bytes)) and value[:1] in ("{", b"{"):
         return _inside_json(rng, container, key)
     if isinstance(value, torch.Tensor):
-        container[key] = rng.choice(_TENSORS)(value)
-    elif isinstance(value, (bytes, str)):
+        return _another_tensor(rng, container, key, places)
+    if isinstance(value, (bytes, str)):
         container[key] = rng.choice((value + value, value[: len(value) // 2], value[1:], value[:0]))
     elif isinstance(value, (int, float)):
         numbers = [other[place] for other, place in places if isinstance(other[place], int)] or [0]
         near = int(value) if math.isfinite(value) else 0
         container[key] = rng.choice((near + 1, near - 1, -near, near * 2, 0, 1 << 31, (1 << 63) - 1, 1 << 40, rng.choice(numbers)))
     return f"{key!r:.40} changed"
+
+
+def _another_tensor(rng: random.Random, container: Any, key: Any, places: list[Place], *_: Any) -> str:
+    """A tensor of another kind, where there are any."""
+    tensors = [(other, place) for other, place in places if isinstance(other[place], torch.Tensor)]
+    if not tensors:
+        return _another_type(rng, container, key)
+    container, key = rng.choice(tensors)
+    number = rng.randrange(len(_TENSORS))
+    container[key] = _TENSORS[number](container[key])
+    return f"{key!r:.40} a tensor of kind {number}"
 
 
 def _inside_json(rng: random.Random, container: Any, key: Any) -> str:
@@ -153,7 +164,10 @@ def _inside(inner: Any, outer: Any) -> bool:
     return inner is outer or any(inner is other[place] for other, place in _places(outer))
 
 
-_CHANGES = (_swap, _swap_alike, _swap_alike, _graft, _graft, _another_type, _another_number, _another_number, _remove, _double, _rename)
+_CHANGES = (
+    *(_swap, _swap_alike, _swap_alike, _graft, _graft, _another_type, _another_tensor),
+    *(_another_number, _another_number, _remove, _double, _rename),
+)
 
 
 def _deep(levels: int) -> Any:

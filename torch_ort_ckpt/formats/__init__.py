@@ -32,8 +32,8 @@ from ..names import check_aliases
 from ..properties import WORLD_RANK
 from ..state import CheckpointState
 from ..storage import PathLike, Progress, as_path, readable, warn
+from .savable import check_savable
 from .soundness import check_loaded
-from .writability import check_state
 
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
@@ -171,7 +171,7 @@ def save(
         optimizer=dict(state.optimizer) if include_optimizer else {},
         mixed_precision=dict(state.mixed_precision) if include_mixed_precision else {},
     )
-    check_state(state, path)
+    check_savable(state, path)
     if strict:
         check_aliases(state, path=path)
     elif stale := state.refresh_mixed_precision():

@@ -168,8 +168,10 @@ def dump_json(content: Any, path: PathLike, field: str) -> str:
 def partition_from_json(entry: Any, path: PathLike) -> PartitionInfo:
     try:
         values = {key: entry[key] for key in (item.name for item in dataclasses.fields(PartitionInfo)) if key in entry}
-        info = PartitionInfo(**values | {"original_dim": tuple(int(size) for size in values["original_dim"])})
+        info = PartitionInfo(**{**values, "original_dim": tuple(values["original_dim"])})
         check_partition(info)
+        if not all(type(number) is int for number in info.original_dim):
+            raise TypeError("not integers")
         return info
     except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
         raise CorruptFileError(f"unreadable partition information ({error})", path=path, field="partitions") from error

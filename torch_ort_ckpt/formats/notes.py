@@ -68,21 +68,26 @@ def lost_with_weights_alone(state: CheckpointState) -> list[str]:
 def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: PathLike) -> CheckpointState:
     """The state that `describe` took apart, without moments. A malformed note raises what malformed data raises in Python."""
     values: dict[str, Value] = dict(tensors)
-    for name, entry in note["strings"].items():
-        values[_of(name, str)] = string_array([str(text) for text in entry["values"]], tuple(entry["shape"]))
-    state = CheckpointState(nominal=bool(note["nominal"]))
-    for name, value in note["properties"].items():
+    for name, entry in _of(note["strings"], dict).items():
+        texts = [_of(text, str) for text in _of(_of(entry, dict)["values"], list)]
+        values[_of(name, str)] = string_array(texts, tuple(_of(size, int) for size in _of(entry["shape"], list)))
+    state = CheckpointState(nominal=_of(note["nominal"], bool))
+    for name, value in _of(note["properties"], dict).items():
         state.properties[_of(name, str)] = _of(value, int, float, str)
-    for base, name in note["aliases"].items():
-        state.mixed_precision[_of(base, str)] = _of(values.pop(name), torch.Tensor)
-    frozen = set(note["frozen"])
+    for base, name in _of(note["aliases"], dict).items():
+        alias = _of(values.pop(_of(name, str)), torch.Tensor)
+        if alias.dtype not in (torch.float16, torch.bfloat16):
+            raise TypeError(f"{name} is no half-precision alias")
+        state.mixed_precision[_of(base, str)] = alias
+    frozen = {_of(name, str) for name in _of(note["frozen"], list)}
     for name, value in values.items():
         (state.frozen if name in frozen else state.trainable)[name] = value
-    state.partitions = {_of(name, str): extras.partition_from_json(entry, path) for name, entry in note["partitions"].items()}
-    for name, entry in note["optimizer"].items():
-        rate = entry["lr"] if entry["lr"] is None else _of(entry["lr"], float)
+    for name, entry in _of(note["partitions"], dict).items():
+        state.partitions[_of(name, str)] = extras.partition_from_json(_of(entry, dict), path)
+    for name, entry in _of(note["optimizer"], dict).items():
+        rate = _of(_of(entry, dict)["lr"], float, type(None))
         group = OptimizerGroup(_of(entry["step"], int), _of(entry["initial_lr"], float), rate)
-        group.hyperparameters = plain.decode(_of(entry["hyperparameters"], dict))
+        group.hyperparameters = _of(plain.decode(_of(entry["hyperparameters"], dict)), dict)
         group.states = {_of(param, str): {} for param in _of(entry["members"], list)}
         state.optimizer[_of(name, str)] = group
     return state

@@ -26,13 +26,13 @@ from ..storage import (
     padding,
     pending_file,
     string_array,
-    warn,
     write_tensor,
 )
 from . import extras, readers, sidecar
 from .fileset import Fingerprint, commit
 from .flatbuffer import MAX_SIZE, Blob, Field, Layout, Reader, Table, build
 from .groups import prepare
+from .savable import warn_of_nominal
 from .shapes import element_count
 from .soundness import encode_string
 
@@ -262,8 +262,7 @@ def write(
         raise UnsupportedError("version 1 has no external data", path=path, remedy="Write version 2, or pass external_data=False.")
     if external and state.nominal:
         raise UnsupportedError("a nominal checkpoint has no data to put elsewhere", path=path)
-    if state.nominal and (held := [name for name, value in state.parameters.items() if value.shape or _has_value(value)]):
-        warn(f"{path}: a nominal checkpoint holds no shapes and values; those of {len(held)} tensors are left out: {', '.join(held[:5])}")
+    warn_of_nominal(state, path)
     plan = _Plan(state, path, version, external, notes)
     layout = build(plan.root(), IDENTIFIER)
     if layout.size > MAX_SIZE:
@@ -395,10 +394,6 @@ class _Plan:
             return name.encode()
         except (UnicodeEncodeError, AttributeError) as error:
             raise UnsupportedError("a name that is not Unicode text", path=self.path, field=repr(name)) from error
-
-
-def _has_value(value: Value) -> bool:
-    return bool(value.item()) if is_string(value) else not value.is_meta
 
 
 def _float_field(number: int, value: float) -> list[Field]:

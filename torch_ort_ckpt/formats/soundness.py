@@ -18,7 +18,7 @@ def check_loaded(state: CheckpointState, path: PathLike) -> None:
             raise CorruptFileError(f"a name that is not text ({type(name).__name__})", path=path, field=field)
     for group_name, group in state.optimizer.items():
         for param, moments in group.states.items():
-            if "step" in moments and not _is_whole_number(moments["step"]):
+            if "step" in moments and not is_whole_number(moments["step"]):
                 raise CorruptFileError("a step that is not one whole number", path=path, field=f"optimizer/{group_name}/{param}/step")
         if not is_shallow(group.hyperparameters):
             raise CorruptFileError("nested too deeply", path=path, field=f"optimizer/{group_name}/hyperparameters")
@@ -85,7 +85,7 @@ def _names(state: CheckpointState) -> Iterator[tuple[str, Any]]:
                 yield f"optimizer/{group_name}/{param}", moment
 
 
-def _is_whole_number(value: Value) -> bool:
+def is_whole_number(value: Value) -> bool:
     if is_string(value) or value.numel() != 1 or value.is_complex():
         return False
     return value.is_meta or float(value).is_integer()

@@ -88,11 +88,10 @@ def _state(content: Any, path: Path) -> CheckpointState:
 
 def _from_note(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: PathLike) -> CheckpointState:
     state = rebuild(tensors, note, path)
-    for name, states in note["moments"].items():
+    for name, states in dict.items(note["moments"]):
         group = state.optimizer[name]
-        if group.states.keys() != states.keys() or not all(
-            isinstance(moment, str) and isinstance(value, torch.Tensor) for moments in states.values() for moment, value in moments.items()
-        ):
+        entries = [entry for moments in dict.values(states) for entry in dict.items(moments)]
+        if group.states.keys() != states.keys() or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in entries):
             raise ValueError(f"the moments of {name!r} are not those of its parameters")
         group.states = states
     return state

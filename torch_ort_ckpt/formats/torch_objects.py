@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CorruptFileError, UnsupportedError
+from ..pytorch_private import negative_view
 from ..storage import PathLike
 from .pickled import Call, Known, Name, Pairs, PickleError, Reference, UnknownNameError
 from .shapes import element_count
@@ -219,7 +220,7 @@ def _marked(value: torch.Tensor, notes: Any) -> torch.Tensor:
     """Views that are conjugates or negatives of their storage say so in a last argument."""
     marks = dict(notes) if isinstance(notes, Pairs) and all(isinstance(key, str) for key, _ in notes) else {}
     value = torch.conj(value) if marks.get("conj") is True else value
-    return torch.neg(value) if marks.get("neg") is True else value
+    return negative_view(value) if marks.get("neg") is True else value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

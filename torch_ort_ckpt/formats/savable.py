@@ -12,11 +12,11 @@ import torch
 
 from ..errors import UnsupportedError
 from ..state import CheckpointState, Value, is_string
-from ..storage import PathLike
-from .soundness import is_shallow
+from ..storage import PathLike, warn
+from .soundness import is_shallow, is_whole_number
 
 
-def check_state(state: CheckpointState, path: PathLike) -> None:
+def check_savable(state: CheckpointState, path: PathLike) -> None:
     """Raise `UnsupportedError` with the field that can't be written."""
     for kind in ("trainable", "frozen", "mixed_precision", "partitions", "optimizer", "properties"):
         _check_names(getattr(state, kind), path, kind)
@@ -37,6 +37,10 @@ def check_state(state: CheckpointState, path: PathLike) -> None:
         _refuse("both trainable and frozen", path, min(both))
     for label, value in state.tensors():
         _check_tensor(value, path, label)
+    for group_name, group in state.optimizer.items():
+        for param, moments in group.states.items():
+            if "step" in moments and not is_whole_number(moments["step"]):
+                _refuse("a step that is not one whole number", path, f"optimizer/{group_name}/{param}/step")
     for name, alias in state.mixed_precision.items():
         if is_string(alias) or alias.dtype not in (torch.float16, torch.bfloat16):
             _refuse("a half-precision alias must be float16 or bfloat16", path, f"mixed_precision/{name}")
@@ -48,13 +52,22 @@ def check_state(state: CheckpointState, path: PathLike) -> None:
         if not isinstance(info.original_dim, tuple) or not all(
             type(number) is int and -(1 << 63) <= number < 1 << 63 for number in numbers
         ):
-            _refuse("not a shape and an axis of 64-bit integers", path, f"partitions/{name}")
+            _refuse("not a partition (a shape and an axis, in 64-bit integers)", path, f"partitions/{name}")
+
+
+def warn_of_nominal(state: CheckpointState, path: PathLike) -> None:
+    """A nominal checkpoint has names and types only: say so where the state has more."""
+    if not state.nominal:
+        return
+    held = [name for name, value in state.parameters.items() if value.shape or (value.item() if is_string(value) else not value.is_meta)]
+    if held:
+        warn(f"{path}: a nominal checkpoint holds no shapes and values; those of {len(held)} tensors are left out: {', '.join(held[:5])}")
 
 
 def _check_names(names: Iterable[Any], path: PathLike, where: str) -> None:
     for name in names:
         if not isinstance(name, str):
-            _refuse(f"a name that is no text but a {type(name).__name__}", path, f"{where}/{name!r}", "Use str.")
+            _refuse(f"a name that is not text: {name!r}", path, where, "Names are strings.")
         try:
             name.encode()
         except UnicodeEncodeError:
@@ -80,7 +93,7 @@ def _check_text(text: str, path: PathLike, where: str) -> None:
     try:
         text.encode("utf-8", "surrogateescape")  # bytes that were no UTF-8 in the file they came from
     except UnicodeEncodeError:
-        _refuse("text that is not Unicode (it has half of a surrogate pair)", path, where)
+        _refuse("text with a lone surrogate, which is not Unicode", path, where, "Replace that character.")
 
 
 def _refuse(what: str, path: PathLike, field: str, remedy: str | None = None) -> NoReturn:
