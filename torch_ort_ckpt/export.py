@@ -90,7 +90,6 @@ def export_artifacts(
     model = _export(module, inputs, dynamic, trainable, exporter, opset, tell)
     for line in repair_forward(model):
         _log.info("%s", line)
-    refuse_control_flow(model, trainable)
     buffers = {name for name, _ in module.named_buffers()}
     initializers = {tensor.name for tensor in model.graph.initializer}
     fixed = [name for name, _ in module.named_parameters() if name in initializers and name not in trainable]
@@ -200,6 +199,7 @@ def _export(
                 )
             _set_values(model, module)
             cap_ir_version(model)
+            refuse_control_flow(model, trainable)
             check_dynamic(model, module, inputs, dynamic)
             return model
         except _EXPORT_ERRORS as error:
