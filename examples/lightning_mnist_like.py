@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.lightning import OrtCheckpoint, OrtCheckpointIO
+from torch_ort_ckpt.integrations.lightning import OrtCheckpoint, OrtCheckpointIO
 
 
 class Digits(pl.LightningModule):

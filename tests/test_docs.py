@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.cli import main
-from torch_ort_ckpt.demo import data, demo, network
+from torch_ort_ckpt.cli.demo import data, demo, network
 from torch_ort_ckpt.formats import FORMATS
 
 DOCS = Path(__file__).parents[1] / "docs"

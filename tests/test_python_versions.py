@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from torch_ort_ckpt import doctor
+from torch_ort_ckpt.cli import doctor
 
 ROOT = Path(__file__).parents[1]
 LAST = {"onnxruntime-training-cpu": (3, 12), "onnxruntime-training": (3, 11)}

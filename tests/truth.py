@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torch_ort_ckpt import CheckpointState
-from torch_ort_ckpt.state import byte_view
+from torch_ort_ckpt.storage.tensors import byte_view
 
 DATA = Path(__file__).parent / "data"
 

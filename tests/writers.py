@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt import folders
-from torch_ort_ckpt.formats import ort, sidecar
+from torch_ort_ckpt.formats.ort import checkpoint as ort
+from torch_ort_ckpt.formats.ort import sidecar
+from torch_ort_ckpt.storage import folders
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["tests.writers"])

@@ -2,26 +2,26 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .averaging import average
-from .bridge import from_torch, to_optimizer_state_dict, to_state_dict
-from .comparison import Report, diff
-from .conversion import convert
+from .checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dict
+from .checkpoint.names import NameMap
+from .checkpoint.partition import PartitionPlan, split
+from .checkpoint.state import CheckpointState, OptimizerGroup, PartitionInfo
 from .errors import CheckpointError, CheckpointWarning
 from .formats import detect, load, merge, save
-from .integrity import verify
-from .names import NameMap
-from .partition import PartitionPlan, split
-from .state import CheckpointState, OptimizerGroup, PartitionInfo
+from .operations.average import average
+from .operations.convert import convert
+from .operations.diff import Report, diff
+from .operations.verify import verify
 
 if TYPE_CHECKING:
-    from .artifacts import Artifacts, OptimizerSpec
-    from .engines.torch import register_op
-    from .export import export_artifacts
+    from .graphs.artifacts import Artifacts, OptimizerSpec
+    from .graphs.export import export_artifacts
+    from .graphs.source.module import to_torch_module
+    from .graphs.translation import register_op
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
     from .runtime.session import TrainingSession
-    from .source import to_torch_module
-    from .stages import pipeline_stages
+    from .runtime.stages import pipeline_stages
     from .training.config import RunnerConfig
     from .training.manager import CheckpointManager
     from .training.runner import TrainingRunner
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Artifacts": ".artifacts",
-    "OptimizerSpec": ".artifacts",
+    "Artifacts": ".graphs.artifacts",
+    "OptimizerSpec": ".graphs.artifacts",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
     "CheckpointManager": ".training.manager",
@@ -40,10 +40,10 @@ _LAZY = {
     "TrainingRunner": ".training.runner",
     "optimal_checkpoint_period": ".training.schedule",
     "TrainingSession": ".runtime.session",
-    "export_artifacts": ".export",
-    "pipeline_stages": ".stages",
-    "register_op": ".engines.torch",
-    "to_torch_module": ".source",
+    "export_artifacts": ".graphs.export",
+    "pipeline_stages": ".runtime.stages",
+    "register_op": ".graphs.translation",
+    "to_torch_module": ".graphs.source.module",
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 

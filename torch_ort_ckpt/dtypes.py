@@ -37,3 +37,10 @@ HALF_SUFFIXES: dict[str, torch.dtype] = {"_fp16": torch.float16, "_bf16": torch.
 def short_name(dtype: torch.dtype) -> str:
     """`float32` rather than `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+ALIASABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
+    | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
+"""What DLPack carries between PyTorch and ONNX Runtime without a copy."""

@@ -7,8 +7,9 @@ import torch
 
 import torch_ort_ckpt as toc
 from tests.models import batch, exported
-from torch_ort_ckpt.engines import EngineOptions, cuda, make
-from torch_ort_ckpt.engines.graph_updates import GraphUpdater
+from torch_ort_ckpt.engines import EngineOptions, make
+from torch_ort_ckpt.engines.ort import cuda
+from torch_ort_ckpt.engines.ort.graph_updates import GraphUpdater
 
 pytestmark = pytest.mark.ort
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.engines.dlpack import ALIASABLE, as_input, from_ort, to_ort
+from torch_ort_ckpt.engines.ort.dlpack import ALIASABLE, as_input, from_ort, to_ort
 
 pytestmark = pytest.mark.ort
 

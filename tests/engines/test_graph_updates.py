@@ -34,8 +34,8 @@ def update(values: dict[str, list[torch.Tensor]], step: int, lr: float = 0.01) -
 
 def runs() -> tuple[Any, Any]:
     from torch_ort_ckpt.engines import EngineOptions
-    from torch_ort_ckpt.engines.graph_updates import ListRun, SequenceRun
-    from torch_ort_ckpt.engines.sessions import make_session
+    from torch_ort_ckpt.engines.ort.graph_updates import ListRun, SequenceRun
+    from torch_ort_ckpt.engines.ort.sessions import make_session
 
     path = str(toc.Artifacts.load(ADAMW).optimizer_path)
     return SequenceRun(make_session(path, EngineOptions(threads=1))), ListRun(make_session(path, EngineOptions(threads=1)))
@@ -80,7 +80,7 @@ def test_a_subset_of_the_parameters_and_all_again() -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_tensors_side_by_side_are_updated_as_one_bit_for_bit(which: int) -> None:
-    from torch_ort_ckpt.engines.memory import side_by_side
+    from torch_ort_ckpt.engines.ort.memory import side_by_side
 
     run, fresh = runs()[which], runs()[1]
     shapes = [*SHAPES, (4, 4), (32,), (10, 16), (7,)]
@@ -122,7 +122,7 @@ def test_what_the_graph_can_not_take_is_refused_also_after_it_was_bound(which: i
 def test_sequences_are_released() -> None:
     import psutil
 
-    from torch_ort_ckpt.engines.sequences import make_sequence
+    from torch_ort_ckpt.engines.ort.sequences import make_sequence
 
     memory = torch.zeros(4)
     values = [(memory.data_ptr(), 4)] * 100
@@ -139,8 +139,9 @@ def test_sequences_are_released() -> None:
 def test_another_release_gets_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    from torch_ort_ckpt.engines import EngineOptions, sequences
-    from torch_ort_ckpt.engines.graph_updates import GraphUpdater, ListRun, SequenceRun
+    from torch_ort_ckpt.engines import EngineOptions
+    from torch_ort_ckpt.engines.ort import sequences
+    from torch_ort_ckpt.engines.ort.graph_updates import GraphUpdater, ListRun, SequenceRun
 
     artifacts = toc.Artifacts.load(ADAMW)
     assert isinstance(GraphUpdater(artifacts, EngineOptions())._default, SequenceRun)

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.engines.torch import translate
+from torch_ort_ckpt.graphs.translation import translate
 
 FLOATS = np.array([[1.5, -2.0, 3.25]], np.float32)
 INTS = np.array([[5, -7, 2]], np.int64)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.engines.memory import layout, pieces, side_by_side, zeros_like_all
+from torch_ort_ckpt.engines.ort.memory import layout, pieces, side_by_side, zeros_like_all
 
 shapes = st.lists(st.lists(st.integers(0, 20), max_size=3).map(tuple), max_size=12)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from onnx import helper
 
-from torch_ort_ckpt.engines.torch import translate
+from torch_ort_ckpt.graphs.translation import translate
 
 pytestmark = pytest.mark.ort
 

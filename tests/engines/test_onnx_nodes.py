@@ -14,8 +14,8 @@ import torch
 from onnx import numpy_helper
 from onnx.backend.test.loader import load_model_tests
 
-from torch_ort_ckpt.engines.torch import supported_ops, translate
-from torch_ort_ckpt.engines.torch.constants import read_tensor
+from torch_ort_ckpt.graphs.translation import supported_ops, translate
+from torch_ort_ckpt.graphs.translation.constants import read_tensor
 
 BUILT_IN = {"Constant", "Identity", "If", "Loop", "Scan"}
 

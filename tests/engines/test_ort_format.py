@@ -12,7 +12,7 @@ import pytest
 import torch_ort_ckpt as toc
 from tests.models import batch, exported
 from tests.official import assert_same
-from torch_ort_ckpt.ort_builder import quiet_stderr
+from torch_ort_ckpt.graphs.gradients.ort_builder import quiet_stderr
 
 pytestmark = pytest.mark.ort
 

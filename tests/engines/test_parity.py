@@ -16,7 +16,7 @@ import torch_ort_ckpt as toc
 from tests.engines.zoo import FAMILIES, export
 from tests.official import artifact_folders, batches
 from tests.truth import DATA
-from torch_ort_ckpt.engines.torch import translate
+from torch_ort_ckpt.graphs.translation import translate
 
 pytestmark = pytest.mark.ort  # the artifacts are made by ORT's own tools
 

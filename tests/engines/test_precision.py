@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import torch_ort_ckpt as toc
 from tests.engines.zoo import FAMILIES
 from tests.truth import DATA
-from torch_ort_ckpt.engines.torch import translate
-from torch_ort_ckpt.engines.torch.precision import in_any_type
+from torch_ort_ckpt.graphs.translation import translate
+from torch_ort_ckpt.graphs.translation.precision import in_any_type
 
 Exported = Callable[[str], tuple[Path, nn.Module]]
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"

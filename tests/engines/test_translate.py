@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, parser
 
 import torch_ort_ckpt as toc
 from tests.truth import DATA
-from torch_ort_ckpt.engines.torch import registry, supported_ops, translate
+from torch_ort_ckpt.graphs.translation import registry, supported_ops, translate
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 

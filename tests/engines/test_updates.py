@@ -11,8 +11,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from torch_ort_ckpt.artifacts import OptimizerSpec
 from torch_ort_ckpt.engines.updates import TorchUpdater, Update, clip_gradients
+from torch_ort_ckpt.graphs.artifacts import OptimizerSpec
 
 DATA = Path(__file__).parent.parent / "data"
 SHAPES = [(4, 3), (5,), (), (2, 1, 6)]

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import torch_ort_ckpt as toc
 from tests.models import batch, exported
-from torch_ort_ckpt.engines.versions import as_ort_loads
+from torch_ort_ckpt.engines.ort.versions import as_ort_loads
 
 pytestmark = pytest.mark.ort
 

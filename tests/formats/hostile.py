@@ -10,7 +10,7 @@ from typing import Any
 
 import flatbuffers
 
-from torch_ort_ckpt.formats.flatbuffer import Field
+from torch_ort_ckpt.formats.ort.flatbuffer import Field
 
 Fields = list[Field]
 

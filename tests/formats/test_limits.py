@@ -14,8 +14,8 @@ import torch
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
-from torch_ort_ckpt.formats import protobuf
-from torch_ort_ckpt.formats.flatbuffer import Field
+from torch_ort_ckpt.formats.onnx import protobuf
+from torch_ort_ckpt.formats.ort.flatbuffer import Field
 from torch_ort_ckpt.formats.shapes import ALWAYS_ALLOWED, MAX_GROWTH, MAX_RANK, element_count
 
 from ..fuzz.mutate import limited_memory

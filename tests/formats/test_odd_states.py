@@ -131,7 +131,7 @@ def test_a_state_dict_with_and_without_a_prefix_keeps_both(tmp_path: Path) -> No
 
 def test_notes_of_earlier_releases_still_read(tmp_path: Path) -> None:
     """Their hyper-parameters are plain JSON, and the aliases of a runner folder a list."""
-    from torch_ort_ckpt.formats import moments
+    from torch_ort_ckpt.formats.legacy import moments
 
     found = toc.CheckpointState({"w": torch.ones(2), "": torch.ones(2), "_fp16": torch.ones(2).half()})
     note = (

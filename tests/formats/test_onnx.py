@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.cli import main
-from torch_ort_ckpt.hashing import bytes_hash
+from torch_ort_ckpt.storage.hashing import bytes_hash
 
 from ..disks import write_model
 from ..truth import Truth, fixtures

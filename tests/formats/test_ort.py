@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.formats import extras, ort
+from torch_ort_ckpt.formats.ort import checkpoint as ort
+from torch_ort_ckpt.formats.ort import extras
 
 from ..truth import Truth, fixtures
 

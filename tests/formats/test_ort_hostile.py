@@ -14,7 +14,7 @@ import torch
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import CorruptFileError, MissingFileError, UnsupportedError
-from torch_ort_ckpt.formats.flatbuffer import Field, Reader
+from torch_ort_ckpt.formats.ort.flatbuffer import Field, Reader
 
 from ..fuzz.mutate import limited_memory, peak_memory
 from .hostile import checkpoint, group, module, official, place, poke, properties, states, tensor

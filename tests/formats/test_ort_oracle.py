@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.state import OptimizerGroup
+from torch_ort_ckpt.checkpoint.state import OptimizerGroup
 
 from ..truth import Truth, fixtures
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import UnsupportedError
-from torch_ort_ckpt.formats import protobuf
-from torch_ort_ckpt.storage import FileBuffer
+from torch_ort_ckpt.formats.onnx import protobuf
+from torch_ort_ckpt.storage.files import FileBuffer
 
 from ..strategies import states
 from ..truth import Truth, fixtures

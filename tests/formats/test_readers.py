@@ -15,8 +15,8 @@ import torch_ort_ckpt as toc
 from torch_ort_ckpt.cli import main
 from torch_ort_ckpt.dtypes import TORCH_FROM_ONNX
 from torch_ort_ckpt.formats import read_by
+from torch_ort_ckpt.operations.summarize import summarize
 from torch_ort_ckpt.report.inspection import inspection
-from torch_ort_ckpt.summary import summarize
 
 from ..models import exported
 from ..truth import Truth, fixtures

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import UnsupportedError
-from torch_ort_ckpt.formats import moments, protobuf
+from torch_ort_ckpt.formats.legacy import moments
+from torch_ort_ckpt.formats.onnx import protobuf
 
 from ..strategies import states
 from ..truth import Truth, fixtures, raw

@@ -11,8 +11,8 @@ import torch
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import CorruptFileError, MissingFileError
-from torch_ort_ckpt.formats import sidecar
-from torch_ort_ckpt.formats.flatbuffer import Field
+from torch_ort_ckpt.formats.ort import sidecar
+from torch_ort_ckpt.formats.ort.flatbuffer import Field
 
 from ..truth import Truth
 from .hostile import Fields, checkpoint, group, module, official, states, tensor

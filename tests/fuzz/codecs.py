@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from torch_ort_ckpt.dtypes import TORCH_FROM_ONNX
-from torch_ort_ckpt.formats.flatbuffer import Field, build
-from torch_ort_ckpt.formats.safetensors_file import DTYPES
+from torch_ort_ckpt.formats.ort.flatbuffer import Field, build
+from torch_ort_ckpt.formats.safetensors.file import DTYPES
 
 from .structure import Codec
 

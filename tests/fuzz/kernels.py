@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.repairs import repair_forward
+from torch_ort_ckpt.graphs.passes.forward import repair_forward
 
 from . import shape_layers
 from .chains import Chain, Choices
@@ -61,7 +61,7 @@ def generate(chain: Chain, folder: Path) -> str | None:
     """The artifacts as `export_artifacts` makes them of an exported graph; returns why ORT's builder can't."""
     from onnxruntime.training import artifacts
 
-    from torch_ort_ckpt.engines.sessions import ort_errors
+    from torch_ort_ckpt.graphs.onnxruntime_package import ort_errors
 
     model = chain.model()
     repair_forward(model)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.state import byte_view, is_string, nbytes
+from torch_ort_ckpt.checkpoint.state import is_string, nbytes
+from torch_ort_ckpt.storage.tensors import byte_view
 
 from .structure import Codec, change_structure
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from torch_ort_ckpt.checkpoint.names import joined_aliases, split_aliases
+from torch_ort_ckpt.checkpoint.state import is_string, same_tensor
 from torch_ort_ckpt.dtypes import ONNX_FROM_TORCH
-from torch_ort_ckpt.formats.groups import merge
-from torch_ort_ckpt.names import joined_aliases, split_aliases
-from torch_ort_ckpt.state import is_string, same_tensor
+from torch_ort_ckpt.formats.ort.groups import merge
 
 from .states import odd_state
 

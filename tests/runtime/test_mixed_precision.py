@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import torch_ort_ckpt as toc
 from tests.models import batch, exported, module
-from torch_ort_ckpt.graphs import ACCUMULATION_BUFFER
+from torch_ort_ckpt.graphs.description import ACCUMULATION_BUFFER
 
 pytestmark = pytest.mark.ort
 

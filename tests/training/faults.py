@@ -151,7 +151,7 @@ def act(folder: Path, kind: str, _: int) -> None:
 def look(folder: Path, kind: str) -> dict[str, Any]:
     """Steps and their values after a new start, which must all be whole; and what is left beside them."""
     if kind == "lightning":
-        from torch_ort_ckpt.lightning import read_lightning
+        from torch_ort_ckpt.integrations.lightning import read_lightning
         from torch_ort_ckpt.training.directory import recover
 
         recover(folder / "last.ckpt")
@@ -166,7 +166,7 @@ def look(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def lightning(folder: Path, value: float) -> None:
-    from torch_ort_ckpt.lightning import write_lightning
+    from torch_ort_ckpt.integrations.lightning import write_lightning
 
     write_lightning({"state_dict": filled(value).state_dict(), "global_step": int(value), "epoch": 0}, folder / "last.ckpt")
 

@@ -16,7 +16,7 @@ import torch
 import torch_ort_ckpt as toc
 from tests.training.setups import assert_equal, plain
 from torch_ort_ckpt.cli import main
-from torch_ort_ckpt.hashing import bytes_hash
+from torch_ort_ckpt.storage.hashing import bytes_hash
 from torch_ort_ckpt.training.entry import read_entry
 
 V1 = Path(__file__).parents[1] / "data" / "manager_v1"

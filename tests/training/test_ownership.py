@@ -12,7 +12,7 @@ import torch
 
 import torch_ort_ckpt as toc
 from tests.training.setups import files_of, plain
-from torch_ort_ckpt.ownership import MARKER, write_marker
+from torch_ort_ckpt.storage.ownership import MARKER, write_marker
 from torch_ort_ckpt.training import directory
 from torch_ort_ckpt.training.entry import read_entry
 
@@ -194,7 +194,7 @@ def lightning_checkpoint(step: int) -> dict[str, object]:
 
 
 def test_lightning_replaces_its_own_files_and_folders_only(tmp_path: Path) -> None:
-    from torch_ort_ckpt.lightning import read_lightning, write_lightning
+    from torch_ort_ckpt.integrations.lightning import read_lightning, write_lightning
 
     place = tmp_path / "last.ckpt"
     place.write_text("a checkpoint of Lightning's own")
@@ -211,7 +211,7 @@ def test_lightning_replaces_its_own_files_and_folders_only(tmp_path: Path) -> No
 
 def test_lightning_removes_checkpoints_only(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    from torch_ort_ckpt.lightning import classes, write_lightning
+    from torch_ort_ckpt.integrations.lightning import classes, write_lightning
 
     io = classes("lightning")[0]()
     write_lightning(lightning_checkpoint(1), tmp_path / "a.ckpt")
@@ -227,7 +227,7 @@ def test_lightning_removes_checkpoints_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("complete", [False, True])
 def test_lightning_finds_a_checkpoint_whose_save_was_killed_between_its_renames(complete: bool, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    from torch_ort_ckpt.lightning import classes, write_lightning
+    from torch_ort_ckpt.integrations.lightning import classes, write_lightning
 
     place, temporary = tmp_path / "last.ckpt", tmp_path / ".last.ckpt.123-89abcdef.tmp"
     write_lightning(lightning_checkpoint(2), place)
@@ -247,7 +247,7 @@ def test_the_optimizer_file_of_another_format_stays(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from types import SimpleNamespace
 
-    from torch_ort_ckpt.lightning import classes
+    from torch_ort_ckpt.integrations.lightning import classes
 
     for format, own in (
         ("ort", {"x.ortckpt", "x.ortckpt.data"}),

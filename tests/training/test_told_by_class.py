@@ -84,7 +84,7 @@ def test_it_is_no_wrapper_of_another_module() -> None:
 
 @pytest.mark.lightning
 def test_lightning_takes_it_for_what_it_is() -> None:
-    from torch_ort_ckpt.lightning import training_state
+    from torch_ort_ckpt.integrations.lightning import training_state
 
     root = nn.Module()
     root.net = Lookalike()

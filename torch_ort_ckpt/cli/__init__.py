@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 from ..errors import CheckpointError, CheckpointWarning
-from ..paths import refuse_url
+from ..storage.paths import refuse_url
 from . import commands
 from .output import error_console, print_error, print_warning
 

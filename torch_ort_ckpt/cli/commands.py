@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ..averaging import average
-from ..comparison import diff
-from ..conversion import convert
+from ..checkpoint.state import CheckpointState, format_bytes
 from ..dtypes import TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, MissingFileError
 from ..formats import FORMATS, WRITABLE, detect, exists, format_for, load, read_by, save
-from ..integrity import verify
-from ..state import CheckpointState, format_bytes
-from ..storage import warn
-from ..summary import Summary, TensorSummary, summarize
+from ..operations.average import average
+from ..operations.convert import convert
+from ..operations.diff import diff
+from ..operations.summarize import Summary, TensorSummary, summarize
+from ..operations.verify import verify
+from ..storage.files import warn
 from . import completion, machine, pages, ranks, training
 from .output import console, print_json, print_line, progress_bar, table
 from .writing import add_writing, command, contents, escaped, size_of, writing_options
@@ -300,7 +300,7 @@ def _add_demo(subparsers: Any) -> None:
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    from ..demo import demo
+    from .demo import demo
 
     with contextlib.ExitStack() as stack:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-")))

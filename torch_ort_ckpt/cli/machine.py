@@ -22,7 +22,7 @@ def add_doctor(subparsers: Any) -> None:
 
 def run_doctor(options: argparse.Namespace) -> int:
     from .. import __version__
-    from ..doctor import ABSENT, PROBLEM, examine
+    from .doctor import ABSENT, PROBLEM, examine
 
     checks = examine()
     problems = [check for check in checks if check.status == PROBLEM]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from ..errors import printable, without_controls
-from ..storage import Progress as Advance
+from ..storage.files import Progress as Advance
 
 
 class _Console(Console):

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.partition import PartitionPlan, split
+from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError
 from ..formats import WRITABLE, detect, format_for, load, merge, module, save
-from ..partition import PartitionPlan, split
-from ..state import CheckpointState
-from ..storage import PathLike
+from ..storage.files import PathLike
 from .output import print_line, progress_bar
 from .writing import add_writing, command, contents, escaped, size_of, writing_options
 

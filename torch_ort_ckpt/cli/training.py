@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.state import format_bytes
 from ..errors import CheckpointError, MissingDependencyError, MissingFileError
-from ..paths import refuse_url
-from ..state import format_bytes
-from ..storage import PathLike
+from ..storage.files import PathLike
+from ..storage.paths import refuse_url
 from .output import console, print_json, print_line, table
 from .writing import escaped
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.markup import escape
 
+from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, printable
-from ..state import CheckpointState
 
 
 def command(subparsers: Any, name: str, run: Any, summary: str, **more: Any) -> argparse.ArgumentParser:

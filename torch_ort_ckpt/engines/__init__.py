@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from torch import Tensor, empty
 from torch import device as Device
 
-from ..artifacts import Artifacts
 from ..errors import CheckpointError, UnsupportedError
-from ..graphs import TensorSpec
-from . import cuda
+from ..graphs.artifacts import Artifacts
+from ..graphs.description import TensorSpec
+from .ort import cuda
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def make(name: str, artifacts: Artifacts, options: EngineOptions) -> Engine:
     if name == "auto":
         return _make_either(artifacts, options)
     if name == "ort":
-        from . import ort
+        from .ort import engine as ort
 
         return ort.OrtEngine(artifacts, options)
     if name == "torch":
@@ -100,7 +100,7 @@ def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
     """ORT if it takes the graphs: they are given to it at once, since nobody else knows which kernels it lacks."""
     reason = why_not_ort(options)
     if reason is None:
-        from . import ort
+        from .ort import engine as ort
 
         engine = ort.OrtEngine(artifacts, options)
         try:

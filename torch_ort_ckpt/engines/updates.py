@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..artifacts import OptimizerSpec
+from ..graphs.artifacts import OptimizerSpec
 from ..pytorch_private import foreach_add_, foreach_mul_, foreach_norm, fused_adamw_
 from . import Tensors
 

@@ -25,18 +25,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from ..aggregation import merge_ranks
+from ..checkpoint.merging import merge_ranks
+from ..checkpoint.names import check_aliases
+from ..checkpoint.properties import WORLD_RANK
+from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
-from ..folders import surviving
-from ..names import check_aliases
-from ..properties import WORLD_RANK
-from ..state import CheckpointState
-from ..storage import PathLike, Progress, as_path, readable, warn
+from ..storage.files import PathLike, Progress, as_path, readable, warn
+from ..storage.folders import surviving
 from .savable import check_savable
 from .soundness import check_loaded
 
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
 """Names of all formats, in the order in which `detect` asks them."""
+
+_MODULES = {name: f".legacy.{name}" if name in ("runner", "pbseq", "ortcp", "ortpt") else f".{name}.checkpoint" for name in FORMATS}
 
 WRITABLE: tuple[str, ...] = tuple(name for name in FORMATS if name != "ortpt")
 """Those that can be written as well."""
@@ -210,7 +212,7 @@ def module(name: str) -> ModuleType:
     """The format's module, imported on first use."""
     if name not in FORMATS:
         raise CheckpointError(f"unknown format {name!r}", remedy=f"Known: {', '.join(FORMATS)}.")
-    return importlib.import_module(f".{name}", __name__)
+    return importlib.import_module(_MODULES[name], __name__)
 
 
 def _found(path: PathLike, *, quiet: bool = False) -> Path:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.names import joined_aliases, same_aliases, split_aliases
+from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string
 from ..errors import UnsupportedError
-from ..names import joined_aliases, same_aliases, split_aliases
-from ..state import CheckpointState, OptimizerGroup, Value, is_string
-from ..storage import PathLike, string_array
-from . import extras, plain
+from ..storage.files import PathLike, string_array
+from . import plain
+from .ort import extras
 
 
 def describe(state: CheckpointState, path: PathLike) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.state import CheckpointState, Value, is_string
 from ..errors import UnsupportedError
-from ..state import CheckpointState, Value, is_string
-from ..storage import PathLike, warn
+from ..storage.files import PathLike, warn
 from .soundness import is_shallow, is_whole_number
 
 

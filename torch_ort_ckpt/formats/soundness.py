@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..checkpoint.state import CheckpointState, PartitionInfo, Value, is_string, nbytes
 from ..errors import CorruptFileError, UnsupportedError
-from ..state import CheckpointState, PartitionInfo, Value, is_string, nbytes
-from ..storage import PathLike
+from ..storage.files import PathLike
 from .shapes import MAX_GROWTH, element_count, growth_limit
 
 

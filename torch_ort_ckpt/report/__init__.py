@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from ..errors import CheckpointError
-from ..storage import PathLike, as_path, atomic_write
+from ..storage.files import PathLike, as_path, atomic_write
 from .comparison import comparison
 from .inspection import inspection
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..comparison import Difference, Report, diff
+from ..checkpoint.state import is_string, nbytes
 from ..formats import load
-from ..state import is_string, nbytes
-from ..storage import PathLike
+from ..operations.diff import Difference, Report, diff
+from ..storage.files import PathLike
 from .histogram import CHUNK, histogram_of_difference
 
 _EQUAL = Difference("", "equal", 0, None, 0.0, 0.0, 0.0)

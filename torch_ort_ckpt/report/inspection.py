@@ -6,11 +6,11 @@ import math
 import os
 from typing import Any
 
+from ..checkpoint.state import CheckpointState, Value, format_bytes, is_string, nbytes
 from ..dtypes import short_name
 from ..formats import detect, load, read_by
-from ..state import CheckpointState, Value, format_bytes, is_string, nbytes
-from ..storage import PathLike, Progress
-from ..summary import Statistics, measure
+from ..operations.summarize import Statistics, measure
+from ..storage.files import PathLike, Progress
 from .histogram import histogram
 
 

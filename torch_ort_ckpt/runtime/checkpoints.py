@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, UnsupportedError
-from ..state import CheckpointState
-from ..storage import PathLike, warn
+from ..storage.files import PathLike, warn
 
 if TYPE_CHECKING:
     from .module import OrtModule

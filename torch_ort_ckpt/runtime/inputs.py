@@ -10,7 +10,7 @@ import torch
 
 from ..dtypes import short_name
 from ..errors import CheckpointError, UnsupportedError
-from ..graphs import TensorSpec
+from ..graphs.description import TensorSpec
 
 _STRIDED = torch.strided
 _SHAPES_KEPT = 256

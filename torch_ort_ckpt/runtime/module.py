@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..artifacts import Artifacts
+from ..checkpoint.state import CheckpointState, OptimizerGroup, is_string
+from ..checkpoint.training_graph import TrainingGraph
 from ..engines import Engine, EngineOptions, OverwritingEngine, make, usable_device
-from ..engines.memory import side_by_side
+from ..engines.ort.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
-from ..graphs import BatchNorm, batch_norms
-from ..inference import export_inference
+from ..graphs.artifacts import Artifacts
+from ..graphs.description import BatchNorm, batch_norms
+from ..graphs.inference import export_inference
 from ..pytorch_private import foreach_add_, is_fsdp
-from ..state import CheckpointState, OptimizerGroup, is_string
-from ..storage import PathLike, warn
-from ..training_graph import TrainingGraph
+from ..storage.files import PathLike, warn
 from . import checkpoints
 from .delivery import Loop, through_computed
 from .inputs import ShapeCheck, ordered_inputs

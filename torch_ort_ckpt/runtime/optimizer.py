@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts import OptimizerSpec
-from ..engines.graph_updates import GraphUpdater
-from ..engines.memory import zeros_like_all
+from ..checkpoint.state import DEFAULT_LR, OptimizerGroup
+from ..engines.ort.graph_updates import GraphUpdater
+from ..engines.ort.memory import zeros_like_all
 from ..engines.updates import TorchUpdater, Update, Updater, clip_gradients
 from ..errors import CheckpointError, UnsupportedError
+from ..graphs.artifacts import OptimizerSpec
 from ..pytorch_private import has_step_hooks, profiler_enabled, set_grad_enabled
-from ..state import DEFAULT_LR, OptimizerGroup
 from .module import OrtModule
 from .optimizer_state import (
     MOMENTS,

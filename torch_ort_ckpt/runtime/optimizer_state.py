@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..artifacts import OptimizerSpec
-from ..engines.memory import zeros_like_all
+from ..checkpoint.names import plain_name
+from ..checkpoint.state import OptimizerGroup
+from ..engines.ort.memory import zeros_like_all
 from ..errors import CheckpointError, UnsupportedError
-from ..names import plain_name
-from ..state import OptimizerGroup
-from ..storage import warn
+from ..graphs.artifacts import OptimizerSpec
+from ..storage.files import warn
 
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ()}
 """PyTorch's names of the moments that the update reads and writes."""

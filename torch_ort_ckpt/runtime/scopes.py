@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..errors import CheckpointError
-from ..storage import warn
+from ..storage.files import warn
 
 _VALUE_HOOKS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 _NEVER_CALLED = (

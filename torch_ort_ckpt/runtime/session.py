@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..artifacts import Artifacts
+from ..checkpoint.state import CheckpointState, alias_agrees, alias_name, split_half_suffix
 from ..errors import CheckpointError
-from ..state import CheckpointState, alias_agrees, alias_name, split_half_suffix
-from ..storage import PathLike
+from ..graphs.artifacts import Artifacts
+from ..storage.files import PathLike
 from .checkpoints import check_fit
 from .module import OrtModule
 from .optimizer import OrtOptimizer

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..bridge import TO_ORT_MOMENTS, group_from_torch
+from ..checkpoint.bridge import TO_ORT_MOMENTS, group_from_torch
+from ..checkpoint.state import CheckpointState
+from ..checkpoint.training_graph import TrainingGraph
 from ..errors import CheckpointError
 from ..pytorch_private import is_zero
-from ..state import CheckpointState
-from ..training_graph import TrainingGraph
 from . import tree
 from .distributed import is_sharded, rank, unwrap
 from .randomness import random_states, set_random_states

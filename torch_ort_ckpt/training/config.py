@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..paths import refuse_url
-from ..storage import PathLike, as_path
+from ..storage.files import PathLike, as_path
+from ..storage.paths import refuse_url
 from .schedule import LearningRate
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..ownership import (
+from ..storage.files import directory_lock, fsync_directory, save_error, unsynced_error, warn
+from ..storage.ownership import (
     MARKER,
     MarkedFolder,
     Writer,
@@ -27,7 +28,6 @@ from ..ownership import (
     write_marker,
     writer_of,
 )
-from ..storage import directory_lock, fsync_directory, save_error, unsynced_error, warn
 from .entry import MANIFEST, READABLE, Entry, read_entry
 
 _ENTRY = re.compile(r"checkpoint_[0-9]+")

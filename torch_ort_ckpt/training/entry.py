@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
 from ..formats import load, save
-from ..formats.safetensors_file import read_file, write_file
-from ..hashing import bytes_hash, file_hash
-from ..state import CheckpointState
-from ..storage import FileBuffer, atomic_write, fsync_directory, open_file
+from ..formats.safetensors.file import read_file, write_file
+from ..storage.files import FileBuffer, atomic_write, fsync_directory, open_file
+from ..storage.hashing import bytes_hash, file_hash
 from . import tree
 
 CHECKPOINT, SHARED, MANIFEST = "checkpoint", "training", "manifest.json"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..storage import PathLike, as_path, save_error, warn
+from ..storage.files import PathLike, as_path, save_error, warn
 from . import directory as entries
 from .capture import Captured, Training, capture, restore
 from .distributed import Ranks, world_size

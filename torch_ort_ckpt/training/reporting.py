@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from ..errors import MissingDependencyError
-from ..storage import PathLike, atomic_write, save_error
+from ..storage.files import PathLike, atomic_write, save_error
 from .distributed import rank
 
 

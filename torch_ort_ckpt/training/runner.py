@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..bridge import to_optimizer_state_dict, to_state_dict
+from ..checkpoint.bridge import to_optimizer_state_dict, to_state_dict
+from ..checkpoint.training_graph import TrainingGraph
 from ..errors import CheckpointError, UnsupportedError
 from ..formats import load
 from ..pytorch_private import is_fsdp
-from ..training_graph import TrainingGraph
 from . import distributed
 from .config import RunnerConfig
 from .entry import MANIFEST, read_entry

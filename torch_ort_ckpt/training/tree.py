@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..checkpoint.state import CheckpointState
 from ..errors import CorruptFileError, UnsupportedError
-from ..state import CheckpointState
-from ..storage import PathLike
+from ..storage.files import PathLike
 
 _PLAIN = (bool, int, float, str)
 

@@ -1,12 +1,5 @@
-"""The torch engine: ORT training artifacts as `torch.fx.GraphModule`s of torch functions, with autograd for the backward."""
-
-from importlib import import_module
+"""The torch engine: the translated graphs on PyTorch, with autograd for the backward."""
 
 from .engine import TorchEngine
-from .registry import register_op, supported_ops
-from .translate import Translation, translate
 
-for _family in ("attention", "loss", "math", "microsoft", "nn", "pool", "reduce", "resize", "rnn", "sequence", "shape", "signal"):
-    import_module(f"{__name__}.ops_{_family}")  # each fills the table of operators
-
-__all__ = ["TorchEngine", "Translation", "register_op", "supported_ops", "translate"]
+__all__ = ["TorchEngine"]

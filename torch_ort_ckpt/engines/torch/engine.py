@@ -14,15 +14,15 @@ from typing import Any
 import onnx
 import torch
 
-from ...artifacts import Artifacts
+from ...checkpoint.state import split_half_suffix
 from ...errors import CheckpointError, MissingFileError, UnsupportedError
-from ...graphs import TensorSpec, load_model
+from ...graphs.artifacts import Artifacts
+from ...graphs.description import TensorSpec, load_model
+from ...graphs.translation.precision import in_any_type, model_type
+from ...graphs.translation.translate import Translation, translate
 from ...pytorch_private import is_distributed, keeps_graph
-from ...state import split_half_suffix
 from .. import EngineOptions, Tensors
-from ..gradients import refuse_second_derivative, scale, spent
-from .precision import in_any_type, model_type
-from .translate import Translation, translate
+from ..ort.gradients import refuse_second_derivative, scale, spent
 
 
 class TorchEngine:

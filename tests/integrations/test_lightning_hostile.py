@@ -1,0 +1,53 @@
+"""Lightning's own files through `OrtCheckpointIO`: no code of theirs runs unless the user says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ort_ckpt as toc
+
+pytest.importorskip("lightning")
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_only": None}, {"weights_only": True}])
+def test_a_file_of_lightning_runs_no_code(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_ort_ckpt.integrations.lightning import OrtCheckpointIO
+
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0")
+    torch.save({"state_dict": {"w": torch.ones(2)}, "x": Trap(tmp_path / "sprung")}, tmp_path / "a.ckpt")
+    with pytest.raises(toc.CheckpointError, match="weights_only=False"):
+        OrtCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", **options)
+    assert not (tmp_path / "sprung").exists()
+    torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "b.ckpt")
+    assert OrtCheckpointIO().load_checkpoint(str(tmp_path / "b.ckpt"), **options)["epoch"] == 3
+
+
+def test_what_is_not_there_or_no_path_is_our_error(tmp_path: Path) -> None:
+    from torch_ort_ckpt.integrations.lightning import OrtCheckpointIO
+
+    (tmp_path / "damaged").write_bytes(b"PK\x03\x04" + bytes(100))
+    (tmp_path / "empty").write_bytes(b"")
+    for value in (tmp_path / "nothing", tmp_path / "damaged", tmp_path / "empty", b"x", None, 5):
+        with pytest.raises(toc.CheckpointError):
+            OrtCheckpointIO().load_checkpoint(value)
+
+
+def test_who_trusts_a_file_can_say_so(tmp_path: Path) -> None:
+    from torch_ort_ckpt.integrations.lightning import OrtCheckpointIO
+
+    torch.save({"state_dict": {}, "x": Trap(tmp_path / "made")}, tmp_path / "a.ckpt")
+    OrtCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    assert (tmp_path / "made").exists()

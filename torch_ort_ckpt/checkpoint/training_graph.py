@@ -1,0 +1,42 @@
+"""`TrainingGraph`: what a trainer may ask of an `OrtModule` beyond what every module has.
+
+A class of its own, so that training plain modules imports no onnx: modules are told apart by it, never by the methods they happen to have.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..storage.files import PathLike
+from .state import CheckpointState
+
+
+class TrainingGraph(nn.Module):
+    """A module that runs training artifacts. `OrtModule` is the one there is."""
+
+    seed: int
+    draws: int
+    """What dropout starts from, and how many training runs have drawn from it."""
+
+    @abstractmethod
+    def seed_dropout(self, seed: int, draws: int = 0) -> None: ...
+
+    @abstractmethod
+    def fix_dimensions(self, dimensions: Mapping[str, int]) -> None: ...
+
+    @abstractmethod
+    def checkpoint(
+        self, optimizer: Any = None, *, scheduler: Any = None, properties: Mapping[str, int | float | str] | None = None
+    ) -> CheckpointState: ...
+
+    @abstractmethod
+    def load_checkpoint(
+        self, state: CheckpointState | PathLike, optimizer: Any = None, *, scheduler: Any = None, strict: bool = True
+    ) -> None: ...
+
+    @abstractmethod
+    def export_inference(self, path: PathLike, outputs: Sequence[str] | None = None) -> None: ...

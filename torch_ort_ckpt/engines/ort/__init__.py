@@ -1,0 +1,1 @@
+"""Graphs run by ONNX Runtime on PyTorch's memory."""

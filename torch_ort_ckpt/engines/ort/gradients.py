@@ -1,0 +1,158 @@
+"""Where gradients are written: flat buffers, reused when nobody refers to them any more.
+
+PyTorch's AccumulateGrad takes a gradient over instead of copying it, so what was written in one step may be some parameter's `.grad`
+for as long as the user likes. The storage's reference count tells, whoever holds it: a Parameter, a view, DDP, a saved variable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from ...pytorch_private import counts_tensor_uses, foreach_mul_, storage_uses, strided_view, tensor_uses
+from .memory import Shape, layout
+
+Lease = list[torch.Tensor]
+"""Tensors on a buffer's memory; while they live, the buffer is not free."""
+
+POOL_SIZE = 4
+"""Buffers kept for reuse; more forwards than that before a backward get buffers of their own."""
+
+_MANY = 8
+
+
+class GradientBuffer:
+    """One flat tensor per element type, where each gradient lies in it, and the IOBinding that writes there.
+
+    Gradients of one shape lie side by side, so that one `unbind` makes the views of all of them: faster than a view each if they are many.
+    """
+
+    def __init__(self, gradients: Sequence[tuple[torch.dtype, Shape]], device: torch.device) -> None:
+        self.binding: Any = None
+        starts, sizes = layout(gradients)
+        kinds = list(sizes)
+        members: dict[tuple[torch.dtype, Shape], list[int]] = {}
+        for index, key in enumerate(gradients):
+            members.setdefault(key, []).append(index)
+        # Where in which flat tensor: of a gradient of its own, and of many of one shape together.
+        self._single: list[tuple[int, int, Shape, Shape, int]] = []
+        self._together: list[tuple[list[int], int, Shape, Shape, int]] = []
+        for (dtype, shape), indices in members.items():
+            strides, kind = _strides(shape), kinds.index(dtype)
+            if len(indices) < _MANY:
+                self._single += [(index, kind, shape, strides, starts[index]) for index in indices]
+            else:
+                first, second, *_ = (starts[index] for index in indices)
+                self._together.append((indices, kind, (len(indices), *shape), (second - first, *strides), first))
+        self._flats = [torch.zeros(sizes[kind], dtype=kind, device=device) for kind in kinds]
+        self._addresses = [flat.data_ptr() for flat in self._flats]
+        self._counts = [sum(dtype is kind for dtype, _ in gradients) for kind in kinds]
+        self._steady: list[torch.Tensor] | None = None
+        self._steady_counts: list[tuple[int, int]] = []
+        self._baseline: list[int] = []
+
+    def lease(self) -> Lease:
+        return [flat.view(-1) for flat in self._flats]
+
+    def views(self, flats: Sequence[torch.Tensor]) -> list[Any]:
+        """The gradients in `flats`, which have this buffer's layout, in the order of the parameters."""
+        found: list[Any] = [None] * sum(self._counts)
+        for index, kind, shape, strides, start in self._single:
+            found[index] = strided_view(flats[kind], shape, strides, start)
+        for indices, kind, shape, strides, start in self._together:
+            for index, view in zip(indices, flats[kind].as_strided(shape, strides, start).unbind(0), strict=True):
+                found[index] = view
+        return found
+
+    def steady_views(self) -> list[torch.Tensor]:
+        """The gradients as the same tensor objects each time: making 300 views anew costs more than a small model's step."""
+        if not counts_tensor_uses():  # nobody could tell whether such an object is in use
+            return self.views(self._flats)
+        if self._steady is None:
+            self._steady = self.views(self._flats)
+            self._steady_counts = tensor_uses(self._steady)
+            self._baseline = [before + views for before, views in zip(self._baseline, self._counts, strict=True)]
+        return self._steady
+
+    def drop_steady_views(self) -> None:
+        """Nobody uses them (the buffer was free): not to look at each of them again in every step."""
+        if self._steady is not None:
+            self._steady.clear()
+            self._steady = None
+            self._baseline = [before - views for before, views in zip(self._baseline, self._counts, strict=True)]
+
+    def settle(self) -> None:
+        """Remember how often the memory is referred to now, when nobody outside does."""
+        self._baseline = [storage_uses(flat) for flat in self._flats]
+
+    def moved(self) -> bool:
+        """Whether somebody has put the memory elsewhere, where the binding does not write: all of it, as `share_memory_` of a gradient
+        does, or a steady view's, as `gradient.data = ...` does."""
+        if [flat.data_ptr() for flat in self._flats] != self._addresses:
+            return True
+        return any(storage_uses(flat) < least for flat, least in zip(self._flats, self._baseline, strict=True))
+
+    def free(self) -> bool:
+        if [storage_uses(flat) for flat in self._flats] != self._baseline:
+            return False
+        return self._steady is None or tensor_uses(self._steady) == self._steady_counts
+
+
+class GradientPool:
+    """Hands out a free buffer, or makes one."""
+
+    def __init__(self, make: Callable[[], GradientBuffer]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._buffers: list[GradientBuffer] = []
+
+    def take(self) -> tuple[GradientBuffer, Lease]:
+        with self._lock:
+            self._buffers = [buffer for buffer in self._buffers if not buffer.moved()]
+            for buffer in self._buffers:
+                if buffer.free():
+                    return buffer, buffer.lease()
+            buffer = self._make()
+            buffer.settle()
+            if len(self._buffers) < POOL_SIZE:
+                self._buffers.append(buffer)
+            return buffer, buffer.lease()
+
+    def owner_of(self, gradients: Any) -> GradientBuffer | None:
+        """The buffer whose steady views these are."""
+        return next((buffer for buffer in self._buffers if buffer._steady is gradients and not buffer.moved()), None)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+
+def scale(gradients: Sequence[torch.Tensor], grad_loss: torch.Tensor) -> None:
+    """What the user made of the loss before `backward`. A GPU is not asked whether it is 1."""
+    if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
+        foreach_mul_(list(gradients), grad_loss.reshape(()))
+
+
+def spent() -> UnsupportedError:
+    return UnsupportedError(
+        "backward through the same forward a second time",
+        remedy="Pass retain_graph=True to the first backward, or run the model again.",
+    )
+
+
+def refuse_second_derivative(remedy: str) -> None:
+    """Raise inside a backward that was asked for a graph over the gradients (only then is grad mode on): they come without one."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError("create_graph=True: the gradients of this engine can't be differentiated again", remedy=remedy)
+
+
+def _strides(shape: Shape) -> Shape:
+    """Row-major strides."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

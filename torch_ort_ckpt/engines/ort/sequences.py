@@ -1,0 +1,140 @@
+"""Tensor sequences on memory that PyTorch owns.
+
+ONNX Runtime's Python package makes sequences only from lists of numpy arrays, anew in every run; its C API can make one that is kept.
+The package exports no C API, but hands it to the execution providers it loads: `libonnxruntime_providers_shared` holds a pointer to the
+provider host, whose first virtual function returns it. A sequence made there is put in the place of the value of a Python OrtValue.
+
+All this is layout of one release, the last, and was tried on Linux: anywhere else `available()` is False.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from .dlpack import to_ort
+from .memory import Piece
+
+_RELEASE = b"1.19.2"
+_API_VERSION = 19
+_ORT_VALUE_BYTES = 24  # a shared pointer and a type
+_FLOAT = 1
+_SEQUENCE = 2
+
+_Pointer = ctypes.c_void_p
+_Out = ctypes.POINTER(ctypes.c_void_p)
+
+
+class _Base(ctypes.Structure):
+    """OrtApiBase."""
+
+    _fields_ = (
+        ("get_api", ctypes.CFUNCTYPE(_Pointer, ctypes.c_uint32)),
+        ("get_version", ctypes.CFUNCTYPE(ctypes.c_char_p)),
+    )
+
+
+class _Api:
+    """The few functions used of OrtApi, by their fixed places in it."""
+
+    def __init__(self, table: int) -> None:
+        self._table = table
+        size, code = ctypes.c_size_t, ctypes.c_int
+        self._message = self._function(2, ctypes.c_char_p, _Pointer)
+        self._data = self._function(51, _Pointer, _Pointer, _Out)
+        self._cpu = self._function(69, _Pointer, code, code, _Out)
+        self._tensor = self._function(49, _Pointer, _Pointer, _Pointer, size, ctypes.POINTER(ctypes.c_int64), size, code, _Out)
+        self._value = self._function(82, _Pointer, _Out, size, code, _Out)
+        self._release_status = self._function(93, None, _Pointer)
+        self._release_value = self._function(96, None, _Pointer)
+        self._memory = self._make(self._cpu, 0, 0)
+
+    def _function(self, place: int, result: Any, *arguments: Any) -> Callable[..., Any]:
+        address = _Pointer.from_address(self._table + place * ctypes.sizeof(_Pointer)).value
+        return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
+
+    def _make(self, function: Callable[..., Any], *arguments: Any) -> int:
+        """Call a function that hands its result out through the last argument."""
+        made = _Pointer()
+        status = function(*arguments, ctypes.byref(made))
+        if status:
+            message = self._message(status).decode(errors="replace")
+            self._release_status(status)
+            raise CheckpointError(f"ONNX Runtime could not make a tensor sequence: {message}", remedy="Use OrtOptimizer(fused=True).")
+        return made.value or 0
+
+    def data(self, value: int) -> int:
+        return self._make(self._data, value)
+
+    def sequence(self, pieces: Sequence[Piece]) -> int:
+        parts = (_Pointer * len(pieces))()
+        try:
+            for index, (address, count) in enumerate(pieces):
+                parts[index] = self._make(self._tensor, self._memory, address, 4 * count, (ctypes.c_int64 * 1)(count), 1, _FLOAT)
+            return self._make(self._value, parts, len(pieces), _SEQUENCE)
+        finally:
+            for part in parts:
+                if part:
+                    self._release_value(part)
+
+    def place(self, sequence: int, value: Any) -> None:
+        """Exchange what two OrtValues hold: the Python object gets the sequence, what it held is released."""
+        target = _native(value)
+        held = ctypes.string_at(target, _ORT_VALUE_BYTES)
+        ctypes.memmove(target, sequence, _ORT_VALUE_BYTES)
+        ctypes.memmove(sequence, held, _ORT_VALUE_BYTES)
+        self._release_value(sequence)
+
+
+def available() -> bool:
+    """Whether `make_sequence` works with the onnxruntime that is installed."""
+    return _api() is not None
+
+
+def make_sequence(pieces: Sequence[Piece]) -> Any:
+    """An OrtValue that is a sequence of flat tensors of float32 on these pieces of CPU memory.
+
+    It does not keep the memory alive: whoever uses it must know that the tensors there live.
+    """
+    api = _api()
+    if api is None:
+        raise CheckpointError("tensor sequences can't be made with this onnxruntime", remedy="Use OrtOptimizer(fused=True).")
+    value = to_ort(torch.zeros(1))
+    api.place(api.sequence(pieces), value)
+    return value
+
+
+def _native(value: Any) -> int:
+    """Where the C++ object lies that a pybind11 object holds: its pointer follows the head that every Python object has."""
+    return _Pointer.from_address(id(value) + object.__basicsize__).value or 0
+
+
+@functools.cache
+def _api() -> _Api | None:
+    import onnxruntime
+
+    library = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_shared.so"
+    # The version is asked of Python first: nothing below is touched in a release that may be laid out differently.
+    if sys.platform != "linux" or onnxruntime.__version__.encode() != _RELEASE or not library.is_file():
+        return None
+    get_host = ctypes.CDLL(str(library)).Provider_GetHost
+    get_host.restype = _Pointer
+    host = get_host()
+    if not host:
+        return None
+    virtual_functions = _Pointer.from_address(host).value or 0
+    get_base = ctypes.CFUNCTYPE(_Pointer, _Pointer)(_Pointer.from_address(virtual_functions).value or 0)
+    base = _Base.from_address(get_base(host))
+    if base.get_version() != _RELEASE:
+        return None
+    api = _Api(base.get_api(_API_VERSION))
+    probe = torch.zeros(1)
+    value = to_ort(probe)
+    return api if api.data(_native(value)) == probe.data_ptr() else None

@@ -1,0 +1,1 @@
+"""The initializers of an ONNX model, and protobuf read in place."""

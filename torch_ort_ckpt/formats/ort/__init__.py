@@ -1,0 +1,1 @@
+"""The flatbuffer checkpoint of ONNX Runtime 1.16 and later, and its `.data` file."""

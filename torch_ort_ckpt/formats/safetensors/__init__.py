@@ -1,0 +1,1 @@
+"""safetensors: the checkpoint, and one file of it."""

@@ -1,0 +1,1 @@
+"""`torch.save` files, read as plain data without an unpickler."""

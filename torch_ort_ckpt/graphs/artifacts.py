@@ -1,0 +1,364 @@
+"""The four training artifacts of a folder (training, eval and optimizer model, checkpoint): found, checked and described."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from ..checkpoint.state import CheckpointState, split_half_suffix
+from ..checkpoint.state import OptimizerSpec as OptimizerSpec
+from ..errors import CheckpointError, MissingFileError, UnsupportedError
+from ..formats import detect, exists, load
+from ..storage.files import PathLike, as_path, readable
+from ..storage.paths import refuse_url
+from .artifact_set import current_files
+from .description import (
+    ACCUMULATION_BUFFER,
+    ACCUMULATION_OUTPUT,
+    LAZY_RESET,
+    TensorSpec,
+    attributes,
+    chain_statistics,
+    describe_ort_file,
+    is_random,
+    load_model,
+    read_order,
+    shares_statistics,
+    spec_of,
+)
+
+MODELS = ("training_model", "eval_model", "optimizer_model")
+CHECKPOINTS = ("checkpoint", "initial_checkpoint", "nominal_checkpoint")
+"""Names a checkpoint has beside the models, the first found is used."""
+
+
+@dataclass(eq=False)
+class Artifacts:
+    """Where the artifacts are and what they hold. Graphs and checkpoint are read when first asked for."""
+
+    folder: Path
+    training_path: Path | None = None
+    eval_path: Path | None = None
+    optimizer_path: Path | None = None
+    checkpoint_path: Path | None = None
+    prefix: str = ""
+    _state: CheckpointState | None = field(default=None, repr=False)
+
+    @classmethod
+    def load(cls, folder: PathLike, *, prefix: str | None = None, checkpoint: PathLike | CheckpointState | None = None) -> Artifacts:
+        """Find the artifacts in `folder`.
+
+        `prefix` is what stands before `training_model.onnx`; it is found where only one is there. `checkpoint` replaces the one in the
+        folder. At least a training or an eval model must exist.
+        """
+        refuse_url(checkpoint)
+        with readable(folder):
+            return cls._find(as_path(folder), prefix, checkpoint)
+
+    @classmethod
+    def _find(cls, place: Path, prefix: str | None, checkpoint: PathLike | CheckpointState | None) -> Artifacts:
+        folder = place
+        if not place.is_dir():
+            raise MissingFileError("no such folder", path=folder, remedy="Pass the folder that holds training_model.onnx.")
+        files = current_files(place)
+        if prefix is None:
+            prefix = _find_prefix(place, files)
+        models = {name: path for name, path in files.items() if path.is_file()}
+        found = {name: models.get(f"{prefix}{name}.onnx") or models.get(f"{prefix}{name}.ort") for name in MODELS}
+        if found["training_model"] is None and found["eval_model"] is None:
+            raise MissingFileError(
+                f"neither {prefix}training_model nor {prefix}eval_model (.onnx or .ort)",
+                path=folder,
+                remedy="Make them with toc.export_artifacts or onnxruntime.training.artifacts.generate_artifacts.",
+            )
+        state, path = (checkpoint, None) if isinstance(checkpoint, CheckpointState) else (None, checkpoint)
+        if path is None and state is None:
+            path = next((files[prefix + name] for name in CHECKPOINTS if prefix + name in files), None)
+        elif path is not None and not exists(path):
+            raise MissingFileError("no such checkpoint", path=path)
+        return cls(
+            folder=place,
+            training_path=found["training_model"],
+            eval_path=found["eval_model"],
+            optimizer_path=found["optimizer_model"],
+            checkpoint_path=Path(path) if path is not None else None,
+            prefix=prefix,
+            _state=state,
+        )
+
+    @cached_property
+    def training(self) -> onnx.ModelProto | None:
+        """The training graph; None where it is missing or in ORT's own format (`.ort`), which only ORT can read."""
+        model = _parse(self.training_path)
+        if model is not None and shares_statistics(model):
+            chain_statistics(model, self.eval)
+        return model
+
+    @cached_property
+    def eval(self) -> onnx.ModelProto | None:
+        return _parse(self.eval_path)
+
+    @cached_property
+    def optimizer(self) -> onnx.ModelProto | None:
+        return _parse(self.optimizer_path)
+
+    @cached_property
+    def state(self) -> CheckpointState:
+        """The checkpoint as it was when first read."""
+        if self._state is not None:
+            return self._state
+        if self.checkpoint_path is None:
+            raise MissingFileError(
+                f"no {self.prefix}checkpoint beside the models", path=self.folder, remedy="Pass Artifacts.load(..., checkpoint=path)."
+            )
+        return load(self.checkpoint_path)
+
+    @cached_property
+    def training_inputs(self) -> list[TensorSpec]:
+        return _specs(self.training_path, self.training, "input")
+
+    @cached_property
+    def training_outputs(self) -> list[TensorSpec]:
+        return _specs(self.training_path, self.training, "output")
+
+    @cached_property
+    def eval_inputs(self) -> list[TensorSpec]:
+        return _specs(self.eval_path, self.eval, "input")
+
+    @cached_property
+    def eval_outputs(self) -> list[TensorSpec]:
+        return _specs(self.eval_path, self.eval, "output")
+
+    @cached_property
+    def gradients(self) -> dict[str, TensorSpec]:
+        """Trainable parameter -> its gradient buffer, in the graph's order. A half-precision alias's gradient belongs to its master."""
+        found = {}
+        for spec in self.training_inputs:
+            if spec.name.endswith(ACCUMULATION_BUFFER):
+                name = spec.name.removesuffix(ACCUMULATION_BUFFER)
+                found[self.aliases.get(name, name)] = spec
+        return found
+
+    @cached_property
+    def trainable(self) -> list[str]:
+        """Parameters the training graph gives gradients for."""
+        return list(self.gradients)
+
+    @cached_property
+    def parameters(self) -> dict[str, TensorSpec]:
+        """Every parameter that a graph uses, trainable or frozen; a weight used through its half-precision alias counts by its master."""
+        found = {}
+        for name, spec in self._parameter_inputs.items():
+            master = self.aliases.get(name)
+            if master is None:
+                found[name] = spec
+            elif master not in found:
+                found[master] = self._parameter_inputs.get(master) or TensorSpec(master, torch.float32, spec.shape)
+        return found
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """The names as PyTorch orders them: as the exported module has them, or else as the graph has its inputs."""
+        order, _ = self._module_order
+        place = {name: index for index, name in enumerate(dict.fromkeys([*order, *self.parameters]))}
+        return sorted(names, key=lambda name: place.get(name, len(place)))
+
+    @property
+    def buffers(self) -> set[str]:
+        """What the exported module has as buffers; empty where the artifacts do not say."""
+        return set(self._module_order[1])
+
+    @cached_property
+    def _module_order(self) -> tuple[list[str], list[str]]:
+        """All names, and those of buffers."""
+        found = (read_order(path, model) for path, model in ((self.training_path, self.training), (self.eval_path, self.eval)) if path)
+        return next((order for order in found if order is not None), ([], []))
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Half-precision input of a graph (`<w>_fp16`, `<w>_bf16`) -> its master `<w>`."""
+        masters = set(self._graph_inputs) if self._without_checkpoint else self.state.parameters.keys()
+        found = {}
+        for name, spec in self._graph_inputs.items():
+            master, dtype = split_half_suffix(name)
+            if dtype is not None and spec.dtype == dtype and master in masters:
+                found[name] = master
+        return found
+
+    @cached_property
+    def inputs(self) -> list[TensorSpec]:
+        """What the user feeds, in order."""
+        return [spec for name, spec in self._graph_inputs.items() if name not in self._parameter_inputs]
+
+    @cached_property
+    def outputs(self) -> list[TensorSpec]:
+        """The loss first, then the extra outputs."""
+        specs = self.training_outputs or self.eval_outputs
+        return [spec for spec in specs if not spec.name.endswith(ACCUMULATION_OUTPUT)]
+
+    @cached_property
+    def input_gradients(self) -> dict[str, str]:
+        """Input -> output that is the loss's gradient by it, where the graph provides one (`<input>_grad`)."""
+        names = {spec.name for spec in self.outputs}
+        return {spec.name: f"{spec.name}_grad" for spec in self.inputs if f"{spec.name}_grad" in names}
+
+    @property
+    def loss(self) -> str:
+        return self.outputs[0].name
+
+    @cached_property
+    def dimensions(self) -> list[str]:
+        """The symbolic dimensions of the user's inputs, which `OrtModule(..., dimensions=...)` can fix."""
+        return sorted({size for spec in self.inputs for size in (spec.shape or ()) if isinstance(size, str) and size != "?"})
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether a training step draws random numbers (Dropout). Unknown, and so assumed, for `.ort` models."""
+        return is_random(self.training) if self.training is not None else self.training_path is not None
+
+    @cached_property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """What the optimizer graph does."""
+        if self.optimizer_path is None:
+            raise MissingFileError(f"no {self.prefix}optimizer_model", path=self.folder, remedy="Use a torch.optim optimizer.")
+        if self.optimizer is None:
+            names = {spec.name for spec in _specs(self.optimizer_path, None, "input")}
+            return OptimizerSpec("AdamW" if "second_order_moments" in names else "SGD", known=False)
+        return _optimizer_spec(self.optimizer, self.optimizer_path)
+
+    def missing(self) -> list[str]:
+        """What is not there, in words: an empty list means that nothing is."""
+        lines = []
+        for path, name, use in (
+            (self.training_path, "training_model.onnx", "training"),
+            (self.eval_path, "eval_model.onnx", "eval() and no_grad()"),
+            (self.optimizer_path, "optimizer_model.onnx", "OrtOptimizer"),
+        ):
+            if path is None:
+                lines.append(f"{self.prefix}{name} (needed for {use})")
+        if self.checkpoint_path is None and self._state is None:
+            lines.append(f"{self.prefix}checkpoint (the parameters' values)")
+        elif self.state.nominal:
+            lines.append("parameter values (the checkpoint is nominal: complete it from a state dict or a buffer)")
+        return lines
+
+    def describe(self) -> str:
+        """A page about the artifacts, for people."""
+        lines = [f"artifacts in {self.folder}"]
+        lines += [f"  input      {spec}" for spec in self.inputs]
+        lines += [f"  {'loss  ' if index == 0 else 'output'}     {spec}" for index, spec in enumerate(self.outputs)]
+        trainable = set(self.trainable)
+        lines += [f"  {'trainable ' if name in trainable else 'frozen    '} {spec}" for name, spec in self.parameters.items()]
+        lines += [f"  alias      {alias} of {master}" for alias, master in self.aliases.items()]
+        if self.dimensions:
+            lines.append(f"  symbolic dimensions: {', '.join(self.dimensions)}")
+        if self.optimizer is not None:
+            lines.append(f"  optimizer  {self.optimizer_spec}")
+        if self.checkpoint_path is not None:
+            lines.append(f"  checkpoint {self.checkpoint_path.name} ({detect(self.checkpoint_path)})")
+        lines += [f"  missing    {line}" for line in self.missing()]
+        return "\n".join(lines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was read so far travels along, without the mapped checkpoint: the files need not exist on the other side."""
+        for name in (
+            "training",
+            "eval",
+            "optimizer",
+            "inputs",
+            "outputs",
+            "parameters",
+            "gradients",
+            "random",
+            "eval_outputs",
+            "_module_order",
+        ):
+            getattr(self, name)
+        return {key: value for key, value in self.__dict__.items() if key not in ("state", "_state")} | {"_state": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Artifacts:
+        return self  # never changed after loading
+
+    @property
+    def _without_checkpoint(self) -> bool:
+        return self.checkpoint_path is None and self._state is None
+
+    @cached_property
+    def _graph_inputs(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in [*self.training_inputs, *self.eval_inputs] if not _is_machinery(spec.name)}
+
+    @cached_property
+    def _parameter_inputs(self) -> dict[str, TensorSpec]:
+        """Inputs of the graphs that are parameters or aliases. With no checkpoint, those from the first trainable on (ORT's order)."""
+        specs = self._graph_inputs
+        trained = {spec.name.removesuffix(ACCUMULATION_BUFFER) for spec in self.training_inputs if spec.name.endswith(ACCUMULATION_BUFFER)}
+        if self._without_checkpoint:
+            names = list(specs)
+            first = min((names.index(name) for name in names if name in trained), default=len(names))
+            return {name: specs[name] for name in names[first:]}
+        known = self.state.parameters.keys()
+        if unknown := sorted(name for name in trained if name not in known and name not in self.aliases):
+            raise CheckpointError(
+                f"has no {', '.join(unknown[:5])}, which the training graph trains",
+                path=self.checkpoint_path,
+                remedy="It belongs to other artifacts: pass the right one as Artifacts.load(..., checkpoint=path).",
+            )
+        return {name: spec for name, spec in specs.items() if name in known or name in self.aliases}
+
+
+def _is_machinery(name: str) -> bool:
+    return name.endswith(ACCUMULATION_BUFFER) or name == LAZY_RESET
+
+
+def _find_prefix(folder: Path, files: Iterable[str]) -> str:
+    endings = [name + suffix for name in MODELS[:2] for suffix in (".onnx", ".ort")]
+    prefixes = {name.removesuffix(ending) for name in files for ending in endings if name.endswith(ending)}
+    if "" in prefixes or not prefixes:
+        return ""
+    if len(prefixes) > 1:
+        names = ", ".join(repr(prefix) for prefix in sorted(prefixes))
+        raise CheckpointError(f"several sets of artifacts, with prefixes {names}", path=folder, remedy="Pass prefix=.")
+    return prefixes.pop()
+
+
+def _parse(path: Path | None) -> onnx.ModelProto | None:
+    return load_model(path, weights=True) if path is not None and path.suffix == ".onnx" else None
+
+
+def _specs(path: Path | None, model: onnx.ModelProto | None, side: str) -> list[TensorSpec]:
+    if path is None:
+        return []
+    if model is not None:
+        constants = {tensor.name for tensor in model.graph.initializer}
+        return [spec_of(value) for value in getattr(model.graph, side) if value.name not in constants]
+    return describe_ort_file(path, side)
+
+
+def _optimizer_spec(model: onnx.ModelProto, path: Path) -> OptimizerSpec:
+    nodes = {node.op_type: attributes(node) for node in model.graph.node}
+    clip = nodes.get("InplaceClipGradNorm")
+    max_norm = float(clip.get("max_norm", 1.0)) if clip is not None else None
+    if "AdamWOptimizer" in nodes:
+        values = nodes["AdamWOptimizer"]
+        return OptimizerSpec(
+            kind="AdamW",
+            betas=(_decimal(values.get("alpha", 0.9)), _decimal(values.get("beta", 0.999))),
+            eps=_decimal(values.get("epsilon", 1e-8)),
+            weight_decay=_decimal(values.get("weight_decay", 0.0)),
+            adam_mode=int(values.get("adam_mode", 0)),
+            correct_bias=bool(values.get("correct_bias", 1)),
+            max_norm=max_norm,
+        )
+    if "SGDOptimizerV2" in nodes:
+        return OptimizerSpec(kind="SGD", betas=(0.0, 0.0), eps=0.0, max_norm=max_norm)
+    raise UnsupportedError(f"an optimizer graph of {', '.join(sorted(nodes))}", path=path, remedy="Use a torch.optim optimizer.")
+
+
+def _decimal(value: float) -> float:
+    """The attribute as it was meant: graphs hold float32, so 0.999 comes back as 0.9990000128746033."""
+    return float(f"{value:.7g}")

@@ -1,0 +1,1 @@
+"""Rewrites of graphs: each keeps the mathematics."""

@@ -1,0 +1,1 @@
+"""A plain `nn.Module` from a graph, and its source as text."""

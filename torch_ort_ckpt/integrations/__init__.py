@@ -1,0 +1,1 @@
+"""Glue for frameworks: Lightning. Imported only when asked for."""

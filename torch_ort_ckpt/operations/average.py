@@ -1,0 +1,261 @@
+"""Federated averaging: many checkpoints in, one out, in the memory of one model however many there are."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, same_number, same_tensor
+from ..errors import CheckpointError
+from ..formats import load
+from ..formats.legacy.moments import own_step
+from ..storage.files import PathLike, Progress, as_path, warn
+
+_CHUNK = 1 << 22  # elements: 32 MiB of float64
+_LISTED = 50
+
+
+def average(
+    states_or_paths: Sequence[CheckpointState | PathLike],
+    weights: Sequence[float] | None = None,
+    *,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> CheckpointState:
+    """The weighted mean of parameters and moments; weights need not sum to one.
+
+    Sums run in float64 and are rounded once. Integers are rounded to the nearest; booleans and strings must agree. Properties are kept
+    where all inputs agree. The step is the furthest of all. A checkpoint with NaN or infinite values is refused; with `skip_bad` it is
+    left out with a warning, and the weights of the others count alone.
+    """
+    sources = list(states_or_paths)
+    if not sources:
+        raise CheckpointError("nothing to average", remedy="Give at least one checkpoint.")
+    given = _checked_weights(weights, len(sources))
+    labels = [os.fspath(as_path(source)) if not isinstance(source, CheckpointState) else f"state {n}" for n, source in enumerate(sources)]
+    states = [source if isinstance(source, CheckpointState) else load(source) for source in sources]
+    own = [buffer for source, state in zip(sources, states, strict=True) if source is not state for buffer in state._buffers]
+    for label, state in zip(labels, states, strict=True):
+        _check_same_tensors(states[0], state, label)
+
+    def mean_of(chosen: list[int]) -> tuple[CheckpointState, dict[int, str]]:
+        shares = _normalised([given[n] for n in chosen])
+        work = _Averager(shares, [labels[n] for n in chosen], lambda: [buffer.release() for buffer in own], progress, skip_bad)
+        result = work.state([states[n] for n in chosen])
+        if work.disagreement and not work.bad:
+            raise work.disagreement
+        return result, work.bad
+
+    result, bad = mean_of([*range(len(states))])
+    if bad:  # all of them are known after one pass; the mean of the others takes a second
+        del result
+        if len(bad) == len(states):
+            raise CheckpointError(f"all {len(states)} checkpoints have NaN or infinite values", path=labels[0], field=bad[0])
+        listed = "; ".join(f"{labels[n]} ({field})" for n, field in sorted(bad.items())[:_LISTED])
+        more = " ..." if len(bad) > _LISTED else ""
+        warn(f"{len(bad)} of {len(states)} checkpoints have NaN or infinite values and are left out: {listed}{more}")
+        result, _ = mean_of([n for n in range(len(states)) if n not in bad])
+    return _with_numbers(result, [state for n, state in enumerate(states) if n not in bad])
+
+
+class _Averager:
+    """The mean of each tensor. `bad` tells which inputs have NaN or infinite values, and where first; without `skip` that is an error."""
+
+    def __init__(
+        self, shares: list[float], labels: list[str], release: Callable[[], object], progress: Progress | None, skip: bool
+    ) -> None:
+        self.shares, self.labels, self.release, self.progress, self.skip = shares, labels, release, progress, skip
+        self.bad: dict[int, str] = {}
+        self.disagreement: CheckpointError | None = None
+
+    def state(self, states: list[CheckpointState]) -> CheckpointState:
+        """Tensors only; what else there is, `_with_numbers` adds."""
+        first = states[0]
+        result = CheckpointState(
+            trainable=self.tensors([state.trainable for state in states], "trainable"),
+            frozen=self.tensors([state.frozen for state in states], "frozen"),
+        )
+        for name, group in first.optimizer.items():
+            result.optimizer[name] = OptimizerGroup(
+                states={
+                    param: self.tensors([_moments(state.optimizer[name].states[param]) for state in states], f"optimizer/{name}/{param}")
+                    for param in group.states
+                }
+            )
+        masters = result.parameters
+        alone = [{name: value for name, value in state.mixed_precision.items() if name not in masters} for state in states]
+        result.mixed_precision = self.tensors(alone, "mixed_precision")
+        for name, alias in first.mixed_precision.items():
+            if name in masters:
+                result.mixed_precision[name] = masters[name].to(alias.dtype)
+        return result
+
+    def tensors(self, many: Sequence[Mapping[str, Value]], where: str) -> dict[str, Value]:
+        return {name: self.one(f"{where}/{name}", [values[name] for values in many]) for name in many[0]}
+
+    def one(self, name: str, values: list[Value]) -> Value:
+        first = values[0]
+        if is_string(first) or first.dtype == torch.bool:
+            for label, value in zip(self.labels, values, strict=True):
+                if not same_tensor(first, value):
+                    self._disagree(label, name)
+            return first.copy() if is_string(first) else first.clone()
+        result = torch.empty(first.shape, dtype=first.dtype)
+        flat = result.reshape(-1)
+        sources = [value.reshape(-1) for value in values]
+        for start in range(0, flat.numel(), _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            flat[piece] = self._mean(name, [source[piece].cpu() for source in sources], first.dtype)
+            self.release()
+            if self.progress:
+                self.progress(flat[piece].numel() * first.element_size() * len(values))
+        return result
+
+    def _mean(self, name: str, pieces: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        exact = not dtype.is_floating_point and not dtype.is_complex
+        if all(same_tensor(pieces[0], piece) for piece in pieces[1:]):
+            if not exact and not _adds_up(pieces[0].to(wide)):
+                self._look_for_bad(name, pieces, wide)
+            return pieces[0]  # exact, also for integers beyond 2^53
+        total = torch.zeros(pieces[0].shape, dtype=wide)
+        for share, piece in zip(self.shares, pieces, strict=True):
+            total.add_(piece.to(wide), alpha=share)
+        if not exact and not _adds_up(total):  # one look at the sum is one at every piece: NaN and infinities stay in it
+            self._look_for_bad(name, pieces, wide)
+        return (total.round() if exact else total).to(dtype)
+
+    def _look_for_bad(self, name: str, pieces: list[torch.Tensor], wide: torch.dtype) -> None:
+        for number, piece in enumerate(pieces):
+            if number in self.bad or bool(piece.to(wide).isfinite().all()):
+                continue
+            if not self.skip:
+                raise CheckpointError(
+                    "has NaN or infinite values, which would be in the mean too",
+                    path=self.labels[number],
+                    field=name,
+                    remedy="Leave the checkpoint out, or pass skip_bad=True (--skip-bad) to leave out all such.",
+                )
+            self.bad[number] = name
+
+    def _disagree(self, label: str, name: str) -> None:
+        """An error at once, or when it is known that no input is left out for being bad."""
+        error = CheckpointError(
+            "differs between the inputs and can't be averaged",
+            path=label,
+            field=name,
+            remedy="Leave the checkpoint out; `torch-ort-ckpt diff` shows the difference.",
+        )
+        if not self.skip:
+            raise error
+        self.disagreement = self.disagreement or error
+
+
+def _adds_up(values: torch.Tensor) -> bool:
+    """False where a value is NaN or infinite (or where finite ones are so large that it takes a closer look)."""
+    return bool(values.sum().isfinite())
+
+
+def _moments(states: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: value for key, value in states.items() if key != "step"}
+
+
+def _with_numbers(result: CheckpointState, states: list[CheckpointState]) -> CheckpointState:
+    """The means with the steps, rates, properties and partitions of the inputs."""
+    result.partitions = dict(states[0].partitions)
+    result.properties = _common_properties(states)
+    for name, group in result.optimizer.items():
+        _set_numbers(group, [state.optimizer[name] for state in states], name)
+    return result
+
+
+def _set_numbers(result: OptimizerGroup, groups: list[OptimizerGroup], name: str) -> None:
+    first = groups[0]
+    result.step = max(group.step for group in groups)
+    if any(group.step != result.step for group in groups):
+        least = min(group.step for group in groups)
+        warn(f"{name}: the inputs are at different steps ({least} to {result.step}); the result takes {result.step}")
+    for param, states in result.states.items():
+        step = max(own_step(group, param) for group in groups)
+        if step != result.step:
+            states["step"] = torch.tensor(step)
+    result.initial_lr = first.initial_lr
+    same_rate = all(same_number(group.lr, first.lr) for group in groups)
+    result.lr = first.lr if same_rate else None
+    keys = sorted({key for group in groups for key in group.hyperparameters})
+    differing = [key for key in keys if any(group.hyperparameters.get(key) != first.hyperparameters.get(key) for group in groups)]
+    result.hyperparameters = {key: value for key, value in first.hyperparameters.items() if key not in differing}
+    if lost := [*([] if same_rate else ["lr"]), *differing]:
+        warn(f"{name}: {', '.join(lost)} differ between the inputs and are left out")
+    if any(not same_number(group.initial_lr, first.initial_lr) for group in groups):
+        warn(f"{name}: the inputs have different initial rates; the result takes the first one's, {first.initial_lr:g}")
+
+
+def _check_same_tensors(first: CheckpointState, state: CheckpointState, label: str) -> None:
+    if state.nominal:
+        raise CheckpointError("a nominal checkpoint has no values to average", path=label, remedy="Leave it out, or give it weights first.")
+    wanted, found = _content(first), _content(state)
+    if odd := sorted(wanted.keys() ^ found.keys()):
+        raise CheckpointError(
+            f"{'has' if odd[0] in found else 'lacks'} this, unlike the first input",
+            path=label,
+            field=odd[0],
+            remedy="Average checkpoints of one model, all with or all without optimizer state.",
+        )
+    for key, value in wanted.items():
+        other = found[key]
+        if value is None or other is None:
+            continue
+        if is_string(value) != is_string(other) or value.shape != other.shape or value.dtype != other.dtype:
+            raise CheckpointError(
+                f"{tuple(other.shape)} {other.dtype}, the first input has {tuple(value.shape)} {value.dtype}",
+                path=label,
+                field=key,
+                remedy="Average checkpoints of one model only; `torch-ort-ckpt diff` shows where they part.",
+            )
+
+
+def _content(state: CheckpointState) -> dict[str, Value]:
+    """Every tensor by its label, without the weights' own steps; groups and their members, which may have no tensors, as None."""
+    found: dict[str, Value] = {}
+    for kind in ("trainable", "frozen", "mixed_precision"):
+        found |= {f"{kind}/{name}": value for name, value in getattr(state, kind).items()}
+    for name, group in state.optimizer.items():
+        found[f"optimizer/{name}"] = None
+        for param, states in group.states.items():
+            found[f"optimizer/{name}/{param}"] = None
+            found |= {f"optimizer/{name}/{param}/{moment}": value for moment, value in _moments(states).items()}
+    return found
+
+
+def _common_properties(states: list[CheckpointState]) -> dict[str, int | float | str]:
+    names = set().union(*(state.properties for state in states))
+    common = {
+        name: states[0].properties[name]
+        for name in states[0].properties
+        if all(name in state.properties and same_number(state.properties[name], states[0].properties[name]) for state in states)
+    }
+    if lost := sorted(names - common.keys()):
+        warn(f"properties that differ between the inputs are left out: {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}")
+    return common
+
+
+def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    given = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    if len(given) != count:
+        raise CheckpointError(
+            f"{len(given)} weights for {count} checkpoints", remedy="Give one weight for each checkpoint, in their order."
+        )
+    return given
+
+
+def _normalised(given: list[float]) -> list[float]:
+    if not all(math.isfinite(weight) and weight >= 0 for weight in given) or not math.fsum(given) > 0:
+        raise CheckpointError(
+            "weights must be finite, not negative, and not all zero", remedy="Use for example the number of samples behind each checkpoint."
+        )
+    total = math.fsum(given)
+    return [weight / total for weight in given]

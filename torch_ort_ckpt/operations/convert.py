@@ -1,0 +1,176 @@
+"""From any format to any other, streaming: the memory of the largest tensor plus a constant, however large the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import torch
+
+from ..checkpoint.bridge import weight_as
+from ..checkpoint.names import NameMap
+from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, nbytes, same_ends, same_tensor
+from ..errors import CheckpointError
+from ..formats import format_for, load, save
+from ..storage.files import FileBuffer, PathLike, Progress, ReadBack, as_path
+from ..storage.paths import refuse_url
+
+_RELEASE_EVERY = 64 << 20
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    from_format: str | None = None,
+    to: str | None = None,
+    dtype: torch.dtype | None = None,
+    names: NameMap | PathLike | None = None,
+    include_optimizer: bool = True,
+    include_mixed_precision: bool = False,
+    upcast_half: bool = False,
+    overwrite: bool = False,
+    durable: bool = True,
+    verify: bool = True,
+    progress: Progress | None = None,
+    read_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> CheckpointState:
+    """Convert a checkpoint and return what was written. With `verify`, the result is read back and compared bit for bit.
+
+    Formats come from the source's content and the destination's name unless given. `names` renames and transposes weights (a `NameMap`
+    or a JSON file for `NameMap.from_dict`); `dtype` converts floating-point weights. Options belong to the destination's format.
+    """
+    refuse_url(names)
+    place = as_path(destination)
+    target = to or format_for(place)
+    state = load(source, format=from_format, **(read_options or {}))
+    buffers = state._buffers
+    state = dataclasses.replace(
+        state,
+        optimizer=state.optimizer if include_optimizer else {},
+        mixed_precision=state.mixed_precision if include_mixed_precision else {},
+    )
+    if upcast_half:
+        state.promote_half()
+        state.mixed_precision = state.mixed_precision if include_mixed_precision else {}
+    if names is not None:
+        state = renamed(state, names if isinstance(names, NameMap) else read_name_map(names))
+    if dtype is not None:
+        state = as_dtype(state, dtype)
+    advance = _releasing(buffers, progress)
+    reader = ReadBack(advance) if verify and hasattr(os, "preadv") else None
+    save(
+        state,
+        destination,
+        format=target,
+        include_mixed_precision=include_mixed_precision,
+        overwrite=overwrite,
+        durable=durable,
+        progress=reader or advance,
+        **options,
+    )
+    if verify:
+        _verify(state, destination, target, buffers, options, reader)
+    return state
+
+
+def renamed(state: CheckpointState, names: NameMap) -> CheckpointState:
+    """The state under PyTorch's names, moments and aliases too. Tied names share one tensor."""
+
+    def states(group: OptimizerGroup) -> dict[str, dict[str, Any]]:
+        return {
+            name: {moment: value.T if turned and value.ndim == 2 else value for moment, value in moments.items()}
+            for param, moments in group.states.items()
+            for name, turned in names.targets(param)
+        }
+
+    return dataclasses.replace(
+        state,
+        trainable=names.to_torch(state.trainable),
+        frozen=names.to_torch(state.frozen),
+        mixed_precision=names.to_torch(state.mixed_precision),
+        optimizer={name: dataclasses.replace(group, states=states(group)) for name, group in state.optimizer.items()},
+    )
+
+
+def as_dtype(state: CheckpointState, dtype: torch.dtype) -> CheckpointState:
+    """Floating-point weights in another precision; moments stay as they are."""
+
+    def many(values: dict[str, Value]) -> dict[str, Value]:
+        return {name: value if is_string(value) else weight_as(state, name, value, dtype) for name, value in values.items()}
+
+    return dataclasses.replace(state, trainable=many(state.trainable), frozen=many(state.frozen), mixed_precision={})
+
+
+def read_name_map(path: PathLike) -> NameMap:
+    refuse_url(path)
+    try:
+        with open(as_path(path), encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"not a readable JSON file ({error})",
+            path=path,
+            remedy='For example {"onnx::MatMul_12": {"name": "fc.weight", "transpose": true}}.',
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            "must be a JSON object of ORT name -> PyTorch name",
+            path=path,
+            remedy='For example {"onnx::MatMul_12": {"name": "fc.weight", "transpose": true}}.',
+        )
+    return NameMap.from_dict(content)
+
+
+def _releasing(buffers: tuple[FileBuffer, ...], progress: Progress | None) -> Progress:
+    """Report progress, and give back the pages of the source that have been written."""
+    held = 0
+
+    def advance(count: int) -> None:
+        nonlocal held
+        held += count
+        if held >= _RELEASE_EVERY:
+            held = 0
+            for buffer in buffers:
+                buffer.release()
+        if progress:
+            progress(count)
+
+    return advance
+
+
+def _verify(
+    state: CheckpointState,
+    destination: PathLike,
+    target: str,
+    buffers: tuple[FileBuffer, ...],
+    options: dict[str, Any],
+    reader: ReadBack | None,
+) -> None:
+    """Load what was written and compare it. Of tensors whose bytes were read back already, type, shape and both ends: that the file's
+    index leads to them."""
+    again = load(destination, format=target)
+    read = dict(again.tensors())
+    release = _releasing((*buffers, *again._buffers), None)
+
+    def same(name: str, value: Value) -> bool:
+        if options.get("groups") == "merge" and name.startswith("optimizer/"):
+            return True
+        if name not in read:
+            return target == "onnx"  # a model takes only what it has initializers for; the writer has said so
+        if reader and not is_string(value) and (value.data_ptr(), nbytes(value)) in reader.compared:
+            return same_ends(value, read[name])
+        release(nbytes(value))
+        return same_tensor(value, read[name])
+
+    for name, value in state.tensors():
+        if (reader and reader.damaged) or not same(name, value):
+            raise CheckpointError(
+                "what was read back is not what was written",
+                path=destination,
+                field=name if not (reader and reader.damaged) else None,
+                remedy="Keep the source, and check the medium: the file was changed or damaged after it was written.",
+            )

@@ -1,0 +1,445 @@
+"""Bytes on disk: mapped or read buffers that tensors alias, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import io
+import mmap as _mmap
+import os
+import re
+import secrets
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError, printable
+from .paths import refuse_url
+from .tensors import byte_view, same_bytes
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just written."""
+
+ALIGNMENT = 64
+"""Where tensor data starts in files we write: a cache line, and enough for every element type."""
+
+
+def as_path(path: Any) -> Path:
+    """A path that someone gave us, as `Path`. Whatever is none (bytes, a number, an open file) is refused here rather than by the system,
+    which takes a number for an open file."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        kind = f"{type(path).__name__}{' of bytes' if text is not None else ''}"
+        remedy = "Pass the name of a file or folder."
+        if isinstance(path, bytes) or text is not None:
+            remedy = "Decode it with os.fsdecode()."
+        elif hasattr(path, "read"):
+            remedy = "Pass the name of the file; what is in memory must be written to a file first."
+        raise CheckpointError(f"expected a path (text or os.PathLike), not {kind}", remedy=remedy)
+    if "\0" in text:
+        raise CheckpointError("a path with a zero character in it", path=text, remedy="Check where the path comes from.")
+    refuse_url(path)
+    return Path(text)
+
+
+class FileBuffer:
+    """One file's bytes, mapped copy-on-write (`mmap=True`) or read at once.
+
+    Mapped, nothing is read until touched and writing to a tensor never reaches the file; the mapping outlives a rename or a delete.
+    """
+
+    def __init__(self, path: PathLike, *, mmap: bool = True) -> None:
+        self.path = os.fspath(path)
+        if sys.byteorder != "little":
+            raise CheckpointError("checkpoints are little-endian and this machine is not", path=self.path)
+        with open_file(self.path) as file:
+            self._origin = os.fstat(file.fileno())
+            self.size = self._origin.st_size
+            self._map: _mmap.mmap | None = None
+            self.data: Any = bytearray()
+            if mmap and self.size:
+                with contextlib.suppress(OSError, ValueError):  # some network file systems can't be mapped: read instead
+                    self._map = self.data = _mmap.mmap(file.fileno(), self.size, access=_mmap.ACCESS_COPY)
+            if self._map is None:
+                self.data = _read_all(file, self.size, self.path)
+                self.size = len(self.data)
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], count: int) -> torch.Tensor:
+        """A tensor over the bytes at `offset`; the caller has checked the range. Misaligned data is copied."""
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        if offset % dtype.itemsize:
+            source = torch.frombuffer(self.data, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
+            return source.clone().view(dtype).reshape(shape)
+        flat = torch.frombuffer(self.data, dtype=dtype, count=count, offset=offset)
+        return flat if len(shape) == 1 else flat.reshape(shape)
+
+    def replaced(self) -> bool:
+        """Whether the path now leads to another file, or to other content, than what was opened here."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return True
+        return any(getattr(now, key) != getattr(self._origin, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
+
+    def release(self) -> None:
+        """Let the kernel take back the pages read so far. Only for mappings nobody has written to: changes would be lost."""
+        if self._map is not None and hasattr(_mmap, "MADV_DONTNEED"):
+            self._map.madvise(_mmap.MADV_DONTNEED)
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open for reading, with our errors; refuses what is not a regular file (a FIFO would hang)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError("no such file", path=path) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
+        ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+@contextlib.contextmanager
+def readable(path: Any) -> Iterator[None]:
+    """What the system says about a file or folder that can't be looked at, as our error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"can't be read ({error.strerror or error})",
+            path=error.filename if isinstance(error.filename, str) else path,
+            remedy="Check the path and its permissions.",
+        ) from error
+
+
+def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
+    try:
+        data = bytearray(size)
+    except MemoryError as error:
+        raise CheckpointError(f"{size} bytes do not fit in memory", path=path, remedy="Load it with mmap=True.") from error
+    view, done = memoryview(data), 0
+    try:
+        while done < size:
+            got = file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise CorruptFileError(f"ended at {done} of {size} bytes while being read", path=path)
+            done += got
+    except OSError as error:
+        raise CheckpointError(f"can't be read ({error.strerror})", path=path, remedy="Check the medium, and read it again.") from error
+    return data
+
+
+class OutputFile(io.RawIOBase):
+    """An open file that is written without a buffer. `write` writes everything, or raises: the system may take less than asked, and does
+    so on a disk that fills up. Every file of this library is written through it."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes and view.c_contiguous else memoryview(view.tobytes())
+        done = 0
+        while done < len(view):
+            written = os.write(self._descriptor, view[done:])
+            if written <= 0:
+                raise OSError(errno.EIO, "the system writes nothing more")
+            done += written
+        return done
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.read(self._descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return os.lseek(self._descriptor, offset, whence)
+
+    def truncate(self, size: int | None = None) -> int:
+        size = self.tell() if size is None else size
+        os.ftruncate(self._descriptor, size)
+        return size
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Some network file systems say only here that a write failed."""
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
+
+
+def create_file(path: PathLike) -> BinaryIO:
+    """A new file, to be written and read back. Nothing may be there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    return cast(BinaryIO, OutputFile(os.open(path, flags, 0o666)))
+
+
+def tensor_bytes(value: torch.Tensor) -> memoryview:
+    """The tensor's elements as bytes, without a copy for contiguous CPU tensors."""
+    return byte_view(value.cpu() if value.device.type != "cpu" else value).numpy().data
+
+
+def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None = None) -> int:
+    """Stream one tensor's bytes into the file; returns how many."""
+    if value.numel() == 0:
+        return 0
+    view = tensor_bytes(value)
+    size = len(view)
+    map_pages(value)
+    reader = progress if isinstance(progress, ReadBack) and isinstance(file, OutputFile) else None
+    step = _CHUNK if reader is None else _READ_BACK
+    for start in range(0, size, step):
+        chunk = view[start : start + step]
+        written = file.write(chunk)
+        if progress:
+            progress(written)
+        if reader:
+            reader.check(file, chunk)
+    if reader:
+        reader.compared.add((value.data_ptr(), size))
+    return size
+
+
+_CHUNK = 64 << 20
+_MADV_POPULATE_READ = 22  # Linux 5.14; older kernels refuse it, which does no harm
+
+
+def map_pages(value: torch.Tensor) -> None:
+    """Map the pages of a tensor that aliases a file in one go: reading them takes a third longer when each has to fault first."""
+    size = value.numel() * value.element_size()
+    if sys.platform == "linux" and size >= 1 << 20 and value.device.type == "cpu" and value.is_contiguous():
+        address = value.data_ptr()
+        start = address & ~(_mmap.PAGESIZE - 1)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MADV_POPULATE_READ)
+
+
+class ReadBack:
+    """A `Progress` that also reads each piece of a tensor back from the file right after it was written, while both are in the
+    processor's cache. `compared` holds address and size of the tensors read back, `damaged` tells whether anything differed."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._buffer = torch.empty(_READ_BACK, dtype=torch.uint8)
+        self._space = self._buffer.numpy().data
+        self.compared: set[tuple[int, int]] = set()
+        self.damaged = False
+
+    def __call__(self, count: int) -> None:
+        self._progress(count)
+
+    def check(self, file: BinaryIO, written: memoryview) -> None:
+        size = len(written)
+        found = os.preadv(file.fileno(), [self._space[:size]], file.tell() - size)
+        if found != size or not same_bytes(torch.frombuffer(written, dtype=torch.uint8), self._buffer[:size]):
+            self.damaged = True
+
+
+_READ_BACK = 1 << 20
+
+
+@contextlib.contextmanager
+def atomic_write(path: PathLike, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` in one rename when the block ends well, and vanishes when it does not.
+
+    With `durable`, the bytes and the rename are on the medium before this returns.
+    """
+    with pending_file(path) as pending:
+        yield pending.file
+        pending.finish(durable)
+        pending.commit(durable)
+
+
+class PendingFile:
+    """A finished or unfinished temporary beside its target; `commit` is the rename."""
+
+    def __init__(self, path: PathLike) -> None:
+        self.target = Path(os.path.realpath(as_path(path)))  # through a symbolic link, as an in-place write would go
+        self.committed = False
+        self._mark: int | None = None
+        try:
+            while self._mark is None:
+                self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+                self.file = create_file(self.temporary)
+                self._mark = self._marked()
+        except OSError as error:
+            raise save_error(error, path) from error
+        with contextlib.suppress(OSError):  # keep the mode of what is replaced
+            os.chmod(self.temporary, stat.S_IMODE(self.target.stat().st_mode))
+
+    def _marked(self) -> int | None:
+        try:
+            mark = _mark_as_alive(self.file.fileno())
+        except OSError:
+            self.discard()
+            raise
+        if mark is None:
+            self.file.close()
+        return mark
+
+    def finish(self, durable: bool) -> None:
+        if durable:
+            os.fsync(self.file.fileno())
+        self.file.close()
+
+    def commit(self, durable: bool, target: Path | None = None) -> None:
+        os.replace(self.temporary, target or self.target)
+        self.committed = True
+        if durable:
+            fsync_directory(self.target.parent)
+
+    def discard(self) -> None:
+        """Close what is open; remove the temporary unless it was committed. What fails here is not worth hiding an earlier error for."""
+        with contextlib.suppress(OSError):
+            self.file.close()
+        if not self.committed:
+            with contextlib.suppress(OSError):
+                os.unlink(self.temporary)
+        if self._mark is not None and self._mark >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._mark)
+            self._mark = -1
+
+
+def _mark_as_alive(descriptor: int) -> int | None:
+    """Lock a temporary for as long as its writer lives: a descriptor to close at the end (-1 where there are no locks), or None when
+    another writer took the file for an abandoned one before it could be locked."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return -1
+    with contextlib.suppress(OSError):  # file systems without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if os.fstat(descriptor).st_nlink:
+        return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before its rename
+    return None
+
+
+def remove_abandoned(target: Path) -> None:
+    """Delete the temporaries that killed writers of `target` left behind: those that nobody holds a lock on."""
+    try:
+        import fcntl
+
+        names = os.listdir(target.parent)
+    except (ImportError, OSError):
+        return
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+-[0-9a-f]{{8}}\.tmp")
+    for name in filter(pattern.fullmatch, names):
+        with contextlib.suppress(OSError):  # locked, gone already, or a file system without locks
+            descriptor = os.open(target.parent / name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(target.parent / name)
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def pending_file(path: PathLike) -> Iterator[PendingFile]:
+    """A `PendingFile` that is removed unless it was committed. Errors of the file system become `CheckpointError`."""
+    pending = PendingFile(path)
+    try:
+        yield pending
+        remove_abandoned(pending.target)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise (unsynced_error if pending.committed else save_error)(error, path) from error
+    finally:
+        pending.discard()
+
+
+def save_error(error: OSError, path: PathLike) -> CheckpointError:
+    missing = isinstance(error, FileNotFoundError)
+    kind = MissingFileError if missing else CheckpointError
+    return kind(
+        f"can't be written ({error.strerror or error}); what was there before is untouched",
+        path=path,
+        remedy="Create the folder first." if missing else None,
+    )
+
+
+def unsynced_error(error: OSError, path: PathLike) -> CheckpointError:
+    return CheckpointError(f"the new file is in place, but may not outlast a power failure ({error.strerror or error})", path=path)
+
+
+def fsync_directory(folder: Path) -> None:
+    """Make a rename in `folder` durable. Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written but not read can't be synced
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def directory_lock(folder: Path) -> Iterator[None]:
+    """Keep other writers of this library out of a short sequence of renames in `folder` (where the system has such locks)."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows; a folder that may be written but not read
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def padding(position: int, alignment: int = ALIGNMENT) -> int:
+    """Bytes from `position` to the next multiple of `alignment`."""
+    return -position % alignment
+
+
+def string_array(texts: list[str], shape: tuple[int, ...]) -> Any:
+    """A string tensor: a numpy object array of `str`."""
+    array = np.empty(len(texts), dtype=object)
+    array[:] = texts
+    return array.reshape(shape)
+
+
+def warn(message: str) -> None:
+    """One place for warnings, pointing at the caller outside this library."""
+    prefix = os.path.dirname(os.path.abspath(__file__))
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and os.path.abspath(frame.f_code.co_filename).startswith(prefix):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(printable(message), CheckpointWarning, stacklevel=level)

@@ -1,0 +1,199 @@
+"""Checkpoints that are folders: written beside their target and put in its place by renames.
+
+A folder can't replace another in one rename. The new one is written and synced as `.<name>.<id>.new`; then the old one is renamed to
+`.<name>.<id>.old` (this commits) and the new one takes the name. Cut short between the two, the `.old` marks its `.new` as complete:
+`surviving` finds it for readers, `repair` finishes the save.
+
+The new folder carries a marker (see `ownership`) until the old one is gone. So leftovers can be told from what others called so: a `.new`
+is ours if its own marker says so, an `.old` if the marker of the folder in place has the same id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import CheckpointError
+from .files import PathLike, as_path, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
+from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
+
+
+class PendingFolder:
+    """A folder being written; `open` gives its files."""
+
+    def __init__(self, path: PathLike) -> None:
+        self.target = Path(os.path.realpath(as_path(path)))
+        self.committed = self.in_place = False
+        self._open: list[BinaryIO] = []
+        self._folder = MarkedFolder(self.target, "new")
+        self.identity, self.temporary = self._folder.identity, self._folder.path
+
+    def open(self, name: str) -> BinaryIO:
+        file = create_file(self.temporary / name)
+        self._open.append(file)
+        return file
+
+    def finish(self, durable: bool) -> None:
+        for file in self._open:
+            if durable:
+                os.fsync(file.fileno())
+            file.close()
+        if durable:
+            fsync_directory(self.temporary)
+
+    def commit(self, durable: bool, owns: Callable[[str], bool]) -> None:
+        parent = self.target.parent
+        with directory_lock(parent):
+            aside: Path | None = None
+            if os.path.lexists(self.target):
+                _check_replaceable(self.target, owns)
+                _remove_replaced(self.target)  # proven by the marker that leaves now
+                aside = _sibling(self.target, self.identity, "old")
+                os.rename(self.target, aside)
+                self.committed = True
+            try:
+                if durable and aside is not None:
+                    fsync_directory(parent)
+                os.rename(self.temporary, self.target)
+            except OSError:
+                if aside is not None:
+                    os.rename(aside, self.target)
+                    self.committed = False
+                raise
+            self.committed = self.in_place = True
+            if durable:
+                fsync_directory(parent)
+            _remove_leftovers(self.target)
+
+    def discard(self) -> None:
+        """Close what is open; remove the new folder unless it was committed. What fails here is not worth hiding an earlier error for."""
+        for file in self._open:
+            with contextlib.suppress(OSError):
+                file.close()
+        if not self.committed:  # between the two renames the new folder is all there is
+            delete_folder(self.temporary)
+        with contextlib.suppress(OSError):
+            self._folder.close()
+
+    def error(self, error: OSError, path: PathLike) -> CheckpointError:
+        """What to say of a failure: before the commit the old folder is there, after it the new one."""
+        if self.committed and not self.in_place:
+            return CheckpointError(
+                f"the new checkpoint is complete, but could not be given its name ({error.strerror or error})",
+                path=path,
+                remedy="It loads as it is; `torch-ort-ckpt verify --repair` completes the save.",
+            )
+        return (unsynced_error if self.committed else save_error)(error, path)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool = True) -> Iterator[PendingFolder]:
+    """A folder that takes the place of `path` when the block ends well, and vanishes when it does not.
+
+    A folder that is already there is replaced only if `owns` knows every name in it: nothing that is not a checkpoint's is ever deleted.
+    """
+    pending: PendingFolder | None = None
+    try:
+        target = Path(os.path.realpath(as_path(path)))
+        if os.path.lexists(target):
+            _check_replaceable(target, owns)
+        pending = PendingFolder(path)
+        yield pending
+        pending.finish(durable)
+        pending.commit(durable, owns)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise (pending.error if pending is not None else save_error)(error, path) from error
+    finally:
+        if pending is not None:
+            pending.discard()
+
+
+def surviving(path: PathLike, *, quiet: bool = False) -> Path:
+    """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
+    place = as_path(path)
+    if os.path.lexists(place) or (found := _interrupted(place)) is None:
+        return place
+    if quiet:
+        return found
+    warn(f"{place}: the last save was cut short; reading {found.name}. `torch-ort-ckpt verify --repair` completes it.")
+    return found
+
+
+def repair(path: PathLike) -> bool:
+    """Finish a save that was cut short between its two renames; returns whether there was anything to do."""
+    target = Path(os.path.realpath(as_path(path)))
+    with directory_lock(target.parent):
+        if os.path.lexists(target) or (found := _interrupted(target)) is None:
+            return False
+        try:
+            os.rename(found, target)
+            fsync_directory(target.parent)
+        except OSError as error:
+            raise save_error(error, path) from error
+        _remove_leftovers(target)
+    return True
+
+
+def _sibling(target: Path, identity: str, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{identity}.{kind}")
+
+
+def _siblings(target: Path, kind: str) -> list[Path]:
+    pattern = re.compile(re.escape(f".{target.name}.") + f"({IDENTITY})" + re.escape(f".{kind}"))
+    try:
+        names = os.listdir(target.parent)
+    except OSError:
+        return []
+    return sorted(target.with_name(name) for name in names if pattern.fullmatch(name))
+
+
+def _partner(sibling: Path, kind: str) -> Path:
+    """The other folder of the same save."""
+    return sibling.with_name(sibling.name[:-3] + kind)
+
+
+def _interrupted(target: Path) -> Path | None:
+    for aside in _siblings(target, "old"):
+        fresh = _partner(aside, "new")
+        return fresh if fresh.is_dir() else aside
+    return None
+
+
+def _remove_leftovers(target: Path) -> None:
+    """What saves left beside a folder that is in place: what it replaced, new ones without a living writer, and its own marker."""
+    _remove_replaced(target)
+    if identity_of(target, target.name) is not None:
+        os.unlink(target / MARKER)
+    for fresh in _siblings(target, "new"):
+        delete_abandoned(fresh, target.name, partner=_partner(fresh, "old"))
+
+
+def _remove_replaced(target: Path) -> None:
+    """The folder that `target` replaced: the one with the id of its marker."""
+    identity = identity_of(target, target.name)
+    if identity is not None:
+        delete_folder(_sibling(target, identity, "old"))
+
+
+def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:
+    if not target.is_dir():
+        raise CheckpointError(
+            "a file is in the way of a checkpoint that is a folder", path=target, remedy="Remove it, or choose another name."
+        )
+    foreign = sorted(name for name in os.listdir(target) if not owns(name) and not _is_our_marker(target, name))
+    if foreign:
+        raise CheckpointError(
+            f"the folder holds other files than a checkpoint's ({', '.join(foreign[:3])}), which replacing it would delete",
+            path=target,
+            remedy="Give the checkpoint a folder of its own.",
+        )
+
+
+def _is_our_marker(target: Path, name: str) -> bool:
+    return name == MARKER and identity_of(target, target.name) is not None

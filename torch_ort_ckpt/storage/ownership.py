@@ -1,0 +1,207 @@
+"""Proof that a folder is ours: a marker file, written into it before anything else and deleted after everything else.
+
+Folders of this library are found by their names, but names prove nothing: a user may have a `checkpoint_1` too. Only a folder with a
+marker for its name is ever deleted or replaced. While a folder is being written, its writer also holds a lock on the marker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO
+
+from .files import create_file
+
+MARKER = ".torch-ort-ckpt"
+_HEAD = "Made by torch-ort-ckpt, which deletes this folder when it is no longer needed."
+_LONGEST = 4096
+IDENTITY = r"\d+-[0-9a-f]{8}"
+"""What names of temporary folders have in the middle: the writer's process and a random number."""
+
+
+class Writer(Enum):
+    """What is known about whoever writes a marked folder."""
+
+    ALIVE = "holds the lock"
+    GONE = "nobody holds it"
+    UNKNOWN = "this file system or operating system has no locks"
+
+
+class MarkedFolder:
+    """A new folder beside `target`, called `.<target>.<identity>.<suffix>`, with the marker in it and the writer's lock on that."""
+
+    def __init__(self, target: Path, suffix: str) -> None:
+        while True:
+            self.identity = new_identity()
+            self.path = target.with_name(f".{target.name}.{self.identity}.{suffix}")
+            os.mkdir(self.path)
+            try:
+                self._lock = write_marker(self.path, target.name, self.identity)
+            except FileNotFoundError:  # another process took it for abandoned before it was marked and locked
+                continue
+            except OSError:
+                delete_folder(self.path)
+                raise
+            return
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def new_identity() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def write_marker(folder: Path, name: str, identity: str) -> BinaryIO | None:
+    """Mark `folder` as made for the name `name`. Returns the marker under a lock, None (and it is closed) where there are no locks."""
+    file = create_file(folder / MARKER)
+    held = False
+    try:
+        locked = _lock(file.fileno())
+        file.write(_text(name, identity).encode("utf-8", "surrogateescape"))
+        if not os.fstat(file.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        held = locked
+    finally:
+        if not held:  # Windows renames no folder that holds an open file
+            file.close()
+    return file if held else None
+
+
+def identity_of(folder: Path, name: str | None = None) -> str | None:
+    """The identity in the folder's marker; None when there is no marker, or one for another name."""
+    lines = _read(folder).split("\n", 2)
+    if len(lines) != 3 or lines[0] != _HEAD or not re.fullmatch(IDENTITY, lines[1]) or name not in (None, lines[2]):
+        return None
+    return lines[1]
+
+
+@contextlib.contextmanager
+def writer_of(folder: Path) -> Iterator[Writer]:
+    """Whether the writer of a marked folder is alive. One that is gone can't come back in the meantime: the lock is held here."""
+    try:
+        descriptor = os.open(folder / MARKER, os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        yield Writer.UNKNOWN
+        return
+    state = _state(descriptor)
+    if state is not Writer.GONE:  # Windows, where it is never known, renames no folder that holds an open file
+        os.close(descriptor)
+        yield state
+        return
+    try:
+        yield state
+    finally:
+        os.close(descriptor)
+
+
+def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> None:
+    """Delete a temporary folder made for `name`, if its writer is gone, and before it the one that its marker speaks for too.
+
+    A folder whose writer did not get so far as to mark it is deleted only while it is empty.
+    """
+    if delete_if_empty(folder):
+        return
+    with writer_of(folder) as writer:
+        if writer is not Writer.GONE:
+            return
+        if identity_of(folder, name) is not None:
+            if partner is not None:
+                delete_folder(partner)
+            delete_folder(folder)
+        elif _is_unmarked(folder, name):
+            delete_folder(folder)
+
+
+def delete_if_empty(folder: Path) -> bool:
+    """Delete a folder that holds nothing; whether it did."""
+    try:
+        if os.listdir(folder):
+            return False
+        os.rmdir(folder)
+    except OSError:
+        return False
+    return True
+
+
+def delete_folder(folder: Path, last: str = MARKER) -> None:
+    """Delete a folder that is known to be ours. `last`, which proves that, goes last: a deletion that is cut short can be completed."""
+    with contextlib.suppress(OSError):
+        if not _is_folder(folder):
+            return
+        for name in sorted(os.listdir(folder), key=lambda name: name == last):
+            place = folder / name
+            if stat.S_ISDIR(os.lstat(place).st_mode):
+                shutil.rmtree(place)
+            else:
+                os.unlink(place)
+        os.rmdir(folder)
+
+
+def _is_unmarked(folder: Path, name: str) -> bool:
+    """Whether all there is is a marker that is empty or cut short: the writer was killed before it was done with it."""
+    identity = folder.stem.removeprefix(f".{name}.")
+    try:
+        return os.listdir(folder) == [MARKER] and _is_folder(folder) and _text(name, identity).startswith(_read(folder))
+    except OSError:
+        return False
+
+
+def _text(name: str, identity: str) -> str:
+    return f"{_HEAD}\n{identity}\n{name}"
+
+
+def _read(folder: Path) -> str:
+    """The marker's text; empty when there is none. Links are not followed, and a FIFO is not waited for."""
+    try:
+        if not _is_folder(folder):
+            return ""
+        descriptor = os.open(folder / MARKER, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return ""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return ""
+        return os.read(descriptor, _LONGEST).decode("utf-8", "surrogateescape")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def _is_folder(place: Path) -> bool:
+    """Whether it is a folder itself: what a link leads to is not ours to judge."""
+    return stat.S_ISDIR(os.lstat(place).st_mode)
+
+
+def _state(descriptor: int) -> Writer:
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Writer.ALIVE
+    except (ImportError, OSError):
+        return Writer.UNKNOWN
+    return Writer.GONE
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except (ImportError, OSError):
+        return False
+    return True
