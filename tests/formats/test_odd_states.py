@@ -66,6 +66,7 @@ NOWHERE: dict[str, tuple[toc.CheckpointState, str]] = {
     "a tensor for a hyper-parameter": (state(optimizer={"group0": group(hyperparameters={"lr": torch.ones(1)})}), "a Tensor, which is not"),
     "numbers for names": (state(optimizer={"group0": group(hyperparameters={"a": {1: 2}})}), "names that are not text"),
     "a step that is no integer": (state(optimizer={"group0": toc.OptimizerGroup(1.5)}), "step is a float"),  # type: ignore[arg-type]
+    "an alias of strings": (state(frozen={"s": text("a")}, mixed_precision={"s": torch.ones(1).half()}), "alias of a string tensor"),
     "half a step": (state(optimizer={"group0": moments({"step": torch.tensor(2.5)})}), "not one whole number"),
     "a shape beyond 64 bits": (state(partitions={"w": toc.PartitionInfo((1 << 70,))}), "not a partition"),
     "an alias of another type": (state(mixed_precision={"w": torch.ones(2)}), "must be float16 or bfloat16"),

@@ -196,6 +196,8 @@ class CheckpointState:
         """Recompute the aliases that disagree with their masters (the masters are the truth); returns their names."""
         stale = self.stale_aliases()
         for name in stale:
+            if is_string(self.parameters[name]):
+                raise CheckpointError("a half-precision alias of a string tensor", field=f"mixed_precision/{name}", remedy="Remove it.")
             self.mixed_precision[name] = self.parameters[name].to(self.mixed_precision[name].dtype)
         return stale
 

@@ -44,6 +44,8 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
     for name, alias in state.mixed_precision.items():
         if is_string(alias) or alias.dtype not in (torch.float16, torch.bfloat16):
             _refuse("a half-precision alias must be float16 or bfloat16", path, f"mixed_precision/{name}")
+        if is_string(state.parameters.get(name)):
+            _refuse("a half-precision alias of a string tensor", path, f"mixed_precision/{name}")
     for name, text in state.properties.items():
         if isinstance(text, str):
             _check_text(text, path, f"properties/{name}")
