@@ -37,7 +37,7 @@ def assert_refused(model: Any, label: int, *inputs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("label", [5, 7, -1, -100, 2**40, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("label", [5, 7, -1, -99, 2**40, -(2**63), 2**63 - 1])
 def test_a_label_out_of_range_is_named(engine: str, label: int) -> None:
     model = toc.OrtModule(exported("mlp"), engine=engine, threads=1)
     x, y = batch("mlp", 6)
@@ -57,6 +57,9 @@ def ignoring(tmp_path_factory: pytest.TempPathFactory) -> toc.Artifacts:
         model = onnx.load(folder / name)
         for node in model.graph.node:
             if node.op_type.startswith("SoftmaxCrossEntropyLoss"):
+                kept = [attribute for attribute in node.attribute if attribute.name != "ignore_index"]
+                del node.attribute[:]
+                node.attribute.extend(kept)
                 node.attribute.append(helper.make_attribute("ignore_index", -7))
         onnx.save(model, folder / name)
     return toc.Artifacts.load(folder)

@@ -22,7 +22,7 @@ def test_training_goes_on_as_it_did_in_the_release_that_wrote_it(name: str) -> N
     artifacts = toc.Artifacts.load(truth.folder)
     model = toc.OrtModule(artifacts, engine="torch")
     if "ort1_14" in name:  # this release forgot the moments it had saved
-        model.take_optimizer_groups()
+        model.keep_optimizer_groups({})
     optimizer = toc.OrtOptimizer(model, lr=resume["learning_rate"])
     for group in optimizer.param_groups:
         group["lr"] = resume["learning_rate"]

@@ -31,7 +31,7 @@ def attempt(name, function):
     try:
         function()
     except toc.CheckpointError as error:
-        assert 'engine="torch"' in str(error) or "fused=True" in str(error), error
+        assert any(way in str(error) for way in ('engine="torch"', "fused=True", "loss.backward()")), error
         print(name, "refused", flush=True)
     else:
         print(name, "ran", flush=True)

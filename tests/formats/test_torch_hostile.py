@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import torch_ort_ckpt as toc
+from torch_ort_ckpt.checkpoint.state import same_tensor
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 
 from ..fuzz.mutate import limited_memory, peak_memory
@@ -92,7 +93,7 @@ def test_every_kind_of_tensor_comes_back_as_torch_load_has_it(legacy: bool, mmap
         assert type(found[name]) is torch.Tensor
         assert not found[name].requires_grad
         assert (found[name].dtype, found[name].shape, found[name].stride()) == (value.dtype, value.shape, value.stride())
-        assert toc.state.same_tensor(found[name], value.detach()), name
+        assert same_tensor(found[name], value.detach()), name
 
 
 def test_a_tensor_with_attributes_is_read(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.graphs import export
+from torch_ort_ckpt.graphs.gradients.ort_builder import build_gradients
 from torch_ort_ckpt.graphs.passes.forward import element_types, repair_forward
 from torch_ort_ckpt.graphs.translation import translate
 
@@ -42,7 +42,7 @@ def test_a_model_whose_shapes_can_t_be_inferred(use: Callable[[onnx.ModelProto],
 @pytest.mark.ort
 def test_what_ort_s_own_tools_ask_of_onnx(tmp_path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match="can't build the gradient graph"):
-        export._generate(contradictory(), ["w"], [], "mse", [], tmp_path, "")
+        build_gradients(contradictory(), ["w"], [], "mse", None, [], tmp_path, "")
 
 
 class Turned(nn.Module):

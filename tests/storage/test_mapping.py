@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests.formats.hostile import checkpoint, module, official, tensor
 from tests.truth import Truth, raw
-
-from .formats.hostile import checkpoint, module, official, tensor
 
 MIB = 1 << 20
 

@@ -62,7 +62,10 @@ def test_what_is_said_is_what_is_there(kind: str, tmp_path: Path) -> None:
             assert toc.load(folder / name) == new  # without a warning now
     assert said["write"] == {False}
     assert said["fsync"] == {False, True}
-    assert said["rename" if kind == "folder" else "replace"] == {False, True}
+    if kind == "folder":  # when the second rename fails, the first is taken back
+        assert said["rename"] == {False}
+    else:
+        assert said["replace"] == {False, True}
 
 
 def test_nothing_is_said_to_be_in_place_when_nothing_is(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from ..checkpoint.state import CheckpointState, Value, is_string
 from ..errors import UnsupportedError
 from ..storage.files import PathLike, warn
-from .soundness import is_shallow, is_whole_number
+from .soundness import check_partition, is_shallow, is_whole_number
 
 
 def check_savable(state: CheckpointState, path: PathLike) -> None:
@@ -50,6 +50,10 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
         if isinstance(text, str):
             _check_text(text, path, f"properties/{name}")
     for name, info in state.partitions.items():
+        try:
+            check_partition(info)
+        except (TypeError, ValueError) as error:
+            _refuse(f"not a partition ({error})", path, f"partitions/{name}")
         numbers = (*info.original_dim, info.megatron_row_partition)
         if not isinstance(info.original_dim, tuple) or not all(
             type(number) is int and -(1 << 63) <= number < 1 << 63 for number in numbers

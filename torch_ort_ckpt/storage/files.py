@@ -438,7 +438,7 @@ def string_array(texts: list[str], shape: tuple[int, ...]) -> Any:
 
 def warn(message: str) -> None:
     """One place for warnings, pointing at the caller outside this library."""
-    prefix = os.path.dirname(os.path.abspath(__file__))
+    prefix = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the whole package
     frame, level = sys._getframe(1), 2
     while frame.f_back and os.path.abspath(frame.f_code.co_filename).startswith(prefix):
         frame, level = frame.f_back, level + 1
