@@ -6,12 +6,14 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import torch_ort_ckpt as toc
 
 
 def test_the_names_are_there() -> None:
     expected = {
-        "CheckpointError", "CheckpointState", "CheckpointWarning", "NameMap", "OptimizerGroup", "PartitionInfo", "Report",
+        "CheckpointError", "CheckpointState", "CheckpointWarning", "NameMap", "OptimizerGroup", "PartitionInfo", "DiffReport",
         "CheckpointManager", "LearningRate", "RunnerConfig", "TrainingRunner", "optimal_checkpoint_period",
         "average", "convert", "detect", "diff", "from_torch", "load", "save", "to_optimizer_state_dict", "to_state_dict", "verify",
     }  # fmt: skip
@@ -39,6 +41,14 @@ def test_the_signatures_are_the_contract() -> None:
     assert parameters(toc.TrainingRunner)[:3] == ["model", "optimizer", "config"]
     assert parameters(toc.TrainingRunner.run)[1:] == ["train_loader", "test_loader"]
     assert parameters(toc.OptimizerGroup)[:4] == ["step", "initial_lr", "lr", "states"]
+
+
+def test_the_old_name_of_a_diff_report_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="Report is now DiffReport") as caught:
+        assert toc.Report is toc.DiffReport
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="no attribute 'Reprot'"):
+        _ = toc.Reprot
 
 
 def test_importing_needs_nothing_optional() -> None:

@@ -10,7 +10,7 @@ from .errors import CheckpointError, CheckpointWarning
 from .formats import detect, load, merge, save
 from .operations.average import average
 from .operations.convert import convert
-from .operations.diff import Report, diff
+from .operations.diff import DiffReport, diff
 from .operations.verify import verify
 
 if TYPE_CHECKING:
@@ -47,12 +47,16 @@ _LAZY = {
 }
 """Names that cost an import (onnx, engines) and are looked up when first used."""
 
+_RENAMED = {"Report": "DiffReport"}
+"""Old names that keep working, with a DeprecationWarning."""
+
 __all__ = [
     "Artifacts",
     "CheckpointError",
     "CheckpointManager",
     "CheckpointState",
     "CheckpointWarning",
+    "DiffReport",
     "LearningRate",
     "NameMap",
     "OptimizerGroup",
@@ -61,7 +65,6 @@ __all__ = [
     "OrtOptimizer",
     "PartitionInfo",
     "PartitionPlan",
-    "Report",
     "RunnerConfig",
     "TrainingRunner",
     "TrainingSession",
@@ -92,4 +95,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LAZY[name], __name__), name)
         globals()[name] = value
         return value
+    if name in _RENAMED:
+        import warnings
+
+        warnings.warn(f"{__name__}.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -84,8 +84,15 @@ class TestDiff:
     def test_equal_states_are_equal(self) -> None:
         report = toc.diff(adamw(), Truth("fbv2_ort1_18_0_adamw_full").checkpoint)
         assert report.equal
-        assert bool(report)
         assert report.compared > 30
+
+    @pytest.mark.parametrize("other", [1.0, 2.0])
+    def test_a_report_has_no_truth_value(self, other: float) -> None:
+        report = toc.diff(toc.CheckpointState({"w": torch.tensor(1.0)}), toc.CheckpointState({"w": torch.tensor(other)}))
+        assert isinstance(report, toc.DiffReport)
+        assert report.equal is (other == 1.0)
+        with pytest.raises(TypeError, match=r"use \.equal"):
+            bool(report)
 
     def test_says_what_and_by_how_much(self) -> None:
         a, b = adamw(), adamw().clone()
