@@ -27,11 +27,13 @@ def test_the_signatures_are_the_contract() -> None:
         return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
     assert parameters(toc.load)[:3] == ["path", "format", "mmap"]
+    assert {"device", "only", "strict"} <= set(parameters(toc.load))
     assert parameters(toc.save)[:7] == ["state", "path", "format", "include_optimizer", "include_mixed_precision", "overwrite", "durable"]
     assert parameters(toc.to_state_dict)[:4] == ["state", "names", "include_mixed_precision", "dtype"]
     assert parameters(toc.to_optimizer_state_dict)[:3] == ["state", "optimizer_or_module", "names"]
     assert parameters(toc.from_torch) == ["module_or_state_dict", "optimizer", "names", "properties", "like"]
     assert parameters(toc.average)[:2] == ["states_or_paths", "weights"]
+    assert parameters(toc.convert)[:4] == ["source", "destination", "from_format", "to_format"]
     assert parameters(toc.diff)[:2] == ["a", "b"]
     assert parameters(toc.CheckpointState)[:8] == [
         "trainable", "frozen", "optimizer", "properties", "mixed_precision", "partitions", "nominal", "format_version",

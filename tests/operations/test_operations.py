@@ -144,6 +144,22 @@ class TestConvert:
         assert toc.load(tmp_path / "c") == toc.load(source)
         assert toc.load(tmp_path / "c").format_version == 1
 
+    def test_formats_can_be_given(self, tmp_path: Path) -> None:
+        toc.save(adamw(), tmp_path / "source")
+        toc.convert(tmp_path / "source", tmp_path / "copy.bin", from_format="ort", to_format="safetensors")
+        assert toc.detect(tmp_path / "copy.bin") == "safetensors"
+        with pytest.raises(toc.CheckpointError):
+            toc.convert(tmp_path / "source", tmp_path / "other.bin", from_format="safetensors", to_format="ort")
+
+    def test_the_old_word_for_the_format_still_works(self, tmp_path: Path) -> None:
+        toc.save(adamw(), tmp_path / "source")
+        with pytest.warns(DeprecationWarning, match=r"convert\(to=\) is now convert\(to_format=\)") as caught:
+            toc.convert(tmp_path / "source", tmp_path / "copy.bin", to="safetensors")
+        assert caught[0].filename == __file__
+        assert toc.detect(tmp_path / "copy.bin") == "safetensors"
+        with pytest.warns(DeprecationWarning, match="to_format"), pytest.raises(toc.CheckpointError, match="both given"):
+            toc.convert(tmp_path / "source", tmp_path / "other", to="safetensors", to_format="ort")
+
     def test_names_and_transposes_apply_to_moments_too(self, tmp_path: Path) -> None:
         (tmp_path / "map.json").write_text('{"fc1.weight": {"name": "linear.weight", "transpose": true}}')
         source = Truth("fbv2_ort1_19_2_adamw_full").checkpoint
@@ -180,9 +196,9 @@ class TestConvert:
                 changed.append(byte)
 
         with pytest.raises(toc.CheckpointError, match="not what was written"):
-            toc.convert(tmp_path / "source", destination, to=form, progress=flip)
+            toc.convert(tmp_path / "source", destination, to_format=form, progress=flip)
         assert changed
-        toc.convert(tmp_path / "source", destination, to=form, overwrite=True)
+        toc.convert(tmp_path / "source", destination, to_format=form, overwrite=True)
         assert toc.load(destination, format=form) == state
 
     def test_needs_permission_to_overwrite(self, tmp_path: Path) -> None:

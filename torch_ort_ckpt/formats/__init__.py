@@ -212,7 +212,9 @@ def format_for(path: PathLike) -> str:
         return max(matching)[1]
     if not Path(text).suffix:
         return "ort"
-    raise CheckpointError("can't tell a format from this name", path=path, remedy=f"Pass format= (--to) one of {', '.join(FORMATS)}.")
+    raise CheckpointError(
+        "can't tell a format from this name", path=path, remedy=f"Pass format= (of convert: to_format=, --to) one of {', '.join(FORMATS)}."
+    )
 
 
 def read_by(name: str, path: PathLike | None = None) -> str:
