@@ -16,6 +16,7 @@ def test_the_names_are_there() -> None:
         "CheckpointError", "CheckpointState", "CheckpointWarning", "NameMap", "OptimizerGroup", "PartitionInfo", "DiffReport",
         "CheckpointManager", "LearningRate", "RunnerConfig", "TrainingRunner", "optimal_checkpoint_period",
         "average", "convert", "detect", "diff", "from_torch", "load", "save", "to_optimizer_state_dict", "to_state_dict", "verify",
+        "CorruptFileError", "Entry", "Feed", "ResumableSampler", "Result", "Verification", "summarize",
     }  # fmt: skip
     assert expected <= set(toc.__all__)
     assert all(hasattr(toc, name) for name in toc.__all__)
@@ -43,6 +44,23 @@ def test_the_signatures_are_the_contract() -> None:
     assert parameters(toc.TrainingRunner)[:3] == ["model", "optimizer", "config"]
     assert parameters(toc.TrainingRunner.run)[1:] == ["train_loader", "test_loader"]
     assert parameters(toc.OptimizerGroup)[:4] == ["step", "initial_lr", "lr", "states"]
+
+
+def test_a_name_is_the_class_that_signatures_mention() -> None:
+    from torch_ort_ckpt import errors
+    from torch_ort_ckpt.training import entry, feed, runner, sampler
+
+    assert toc.Entry is entry.Entry  # the manager's, not that of a NameMap
+    assert toc.Feed is feed.Feed
+    assert toc.Result is runner.Result
+    assert toc.ResumableSampler is sampler.ResumableSampler
+    assert toc.CorruptFileError is errors.CorruptFileError
+
+
+def test_every_public_name_is_listed_once() -> None:
+    assert toc.__all__ == sorted(set(toc.__all__))
+    assert set(toc._LAZY) <= set(toc.__all__)
+    assert not set(toc._RENAMED) & set(toc.__all__)
 
 
 def test_the_old_name_of_a_diff_report_still_works() -> None:

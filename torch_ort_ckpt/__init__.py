@@ -6,12 +6,13 @@ from .checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dic
 from .checkpoint.names import NameMap
 from .checkpoint.partition import PartitionPlan, split
 from .checkpoint.state import CheckpointState, OptimizerGroup, PartitionInfo
-from .errors import CheckpointError, CheckpointWarning
+from .errors import CheckpointError, CheckpointWarning, CorruptFileError
 from .formats import detect, load, merge, save
 from .operations.average import average
 from .operations.convert import convert
 from .operations.diff import DiffReport, diff
-from .operations.verify import verify
+from .operations.summarize import summarize
+from .operations.verify import Verification, verify
 
 if TYPE_CHECKING:
     from .graphs.artifacts import Artifacts, OptimizerSpec
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from .runtime.session import TrainingSession
     from .runtime.stages import pipeline_stages
     from .training.config import RunnerConfig
+    from .training.entry import Entry
+    from .training.feed import Feed
     from .training.manager import CheckpointManager
-    from .training.runner import TrainingRunner
+    from .training.runner import Result, TrainingRunner
+    from .training.sampler import ResumableSampler
     from .training.schedule import LearningRate, optimal_checkpoint_period
 
 __version__ = "0.1.0"
@@ -35,7 +39,11 @@ _LAZY = {
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
     "CheckpointManager": ".training.manager",
+    "Entry": ".training.entry",
+    "Feed": ".training.feed",
     "LearningRate": ".training.schedule",
+    "ResumableSampler": ".training.sampler",
+    "Result": ".training.runner",
     "RunnerConfig": ".training.config",
     "TrainingRunner": ".training.runner",
     "optimal_checkpoint_period": ".training.schedule",
@@ -56,7 +64,10 @@ __all__ = [
     "CheckpointManager",
     "CheckpointState",
     "CheckpointWarning",
+    "CorruptFileError",
     "DiffReport",
+    "Entry",
+    "Feed",
     "LearningRate",
     "NameMap",
     "OptimizerGroup",
@@ -65,9 +76,12 @@ __all__ = [
     "OrtOptimizer",
     "PartitionInfo",
     "PartitionPlan",
+    "Result",
+    "ResumableSampler",
     "RunnerConfig",
     "TrainingRunner",
     "TrainingSession",
+    "Verification",
     "average",
     "convert",
     "detect",
@@ -81,6 +95,7 @@ __all__ = [
     "register_op",
     "save",
     "split",
+    "summarize",
     "to_optimizer_state_dict",
     "to_state_dict",
     "to_torch_module",
