@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -106,6 +107,18 @@ class TestDiff:
         assert found["trainable/fc1.bias"].max_abs == pytest.approx(0.5)
         assert found["properties/epoch"].what == "3 / 4"
         assert "fc1.bias: 1 of 16 elements" in str(toc.diff(a, b))
+
+    def test_a_notebook_shows_a_table(self) -> None:
+        a = toc.CheckpointState({"<w>": torch.tensor([1.0, 100.0])}, properties={"epoch": 1})
+        b = toc.CheckpointState({"<w>": torch.tensor([1.0, 101.0])})
+        table = ElementTree.fromstring(toc.diff(a, b)._repr_html_())
+        assert table.findtext("caption") == "3 compared, 2 differ"
+        assert [[cell.text or "" for cell in row] for row in table.iter("tr")] == [
+            ["name", "what", "elements", "max |a-b|", "relative"],
+            ["trainable/<w>", "values", "1 of 2", "1", "0.0099"],
+            ["properties/epoch", "only in a", "", "", ""],
+        ]
+        assert ElementTree.fromstring(toc.diff(a, a)._repr_html_()).find("thead") is None
 
     def test_tolerance(self) -> None:
         a = toc.CheckpointState({"w": torch.tensor([1.0, 100.0])})

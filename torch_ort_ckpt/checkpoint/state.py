@@ -17,6 +17,7 @@ import torch
 from ..dtypes import HALF_SUFFIXES, short_name
 from ..errors import CheckpointError, printable
 from ..storage.tensors import byte_view, same_bytes
+from .notebook import html_table
 
 Value: TypeAlias = Any
 """A `torch.Tensor`, or a numpy object array for string tensors (PyTorch has none)."""
@@ -278,6 +279,14 @@ class CheckpointState:
         if self.nominal:
             parts.append("nominal")
         return f"CheckpointState({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, kind, "string" if is_string(value) else short_name(value.dtype), tuple(value.shape), format_bytes(nbytes(value)))
+            for kind, values in (("trainable", self.trainable), ("frozen", self.frozen))
+            for name, value in values.items()
+        ]
+        return html_table(repr(self), ("name", "kind", "dtype", "shape", "size"), rows)
 
 
 def is_string(value: Value) -> bool:

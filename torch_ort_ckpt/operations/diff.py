@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.notebook import html_table
 from ..checkpoint.state import CheckpointState, Value, is_string, nbytes, same_number, same_tensor
 from ..dtypes import short_name
 from ..errors import CheckpointError, printable
@@ -63,6 +64,16 @@ class DiffReport:
     def __str__(self) -> str:
         head = f"{self.compared} compared, {len(self.differences)} differ"
         return "\n".join([head, *map(str, self.differences)])
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (item.name, item.what, "", "", "")
+            if item.changed is None
+            else (item.name, item.what, f"{item.changed} of {item.total}", f"{item.max_abs:.3g}", f"{item.relative:.3g}")
+            for item in self.differences
+        ]
+        caption = f"{self.compared} compared, {len(rows)} differ"
+        return html_table(caption, ("name", "what", "elements", "max |a-b|", "relative"), rows)
 
     def to_json(self) -> dict[str, Any]:
         return {"equal": self.equal, "compared": self.compared, "differences": [dataclasses.asdict(item) for item in self.differences]}
