@@ -6,14 +6,17 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import torch_ort_ckpt as toc
 
 
 def test_the_names_are_there() -> None:
     expected = {
-        "CheckpointError", "CheckpointState", "CheckpointWarning", "NameMap", "OptimizerGroup", "PartitionInfo", "Report",
+        "CheckpointError", "CheckpointState", "CheckpointWarning", "NameMap", "OptimizerGroup", "PartitionInfo", "DiffReport",
         "CheckpointManager", "LearningRate", "RunnerConfig", "TrainingRunner", "optimal_checkpoint_period",
         "average", "convert", "detect", "diff", "from_torch", "load", "save", "to_optimizer_state_dict", "to_state_dict", "verify",
+        "CorruptFileError", "Entry", "Feed", "ResumableSampler", "Result", "Verification", "summarize",
     }  # fmt: skip
     assert expected <= set(toc.__all__)
     assert all(hasattr(toc, name) for name in toc.__all__)
@@ -25,11 +28,13 @@ def test_the_signatures_are_the_contract() -> None:
         return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
     assert parameters(toc.load)[:3] == ["path", "format", "mmap"]
+    assert {"device", "only", "strict"} <= set(parameters(toc.load))
     assert parameters(toc.save)[:7] == ["state", "path", "format", "include_optimizer", "include_mixed_precision", "overwrite", "durable"]
     assert parameters(toc.to_state_dict)[:4] == ["state", "names", "include_mixed_precision", "dtype"]
     assert parameters(toc.to_optimizer_state_dict)[:3] == ["state", "optimizer_or_module", "names"]
     assert parameters(toc.from_torch) == ["module_or_state_dict", "optimizer", "names", "properties", "like"]
     assert parameters(toc.average)[:2] == ["states_or_paths", "weights"]
+    assert parameters(toc.convert)[:4] == ["source", "destination", "from_format", "to_format"]
     assert parameters(toc.diff)[:2] == ["a", "b"]
     assert parameters(toc.CheckpointState)[:8] == [
         "trainable", "frozen", "optimizer", "properties", "mixed_precision", "partitions", "nominal", "format_version",
@@ -39,6 +44,31 @@ def test_the_signatures_are_the_contract() -> None:
     assert parameters(toc.TrainingRunner)[:3] == ["model", "optimizer", "config"]
     assert parameters(toc.TrainingRunner.run)[1:] == ["train_loader", "test_loader"]
     assert parameters(toc.OptimizerGroup)[:4] == ["step", "initial_lr", "lr", "states"]
+
+
+def test_a_name_is_the_class_that_signatures_mention() -> None:
+    from torch_ort_ckpt import errors
+    from torch_ort_ckpt.training import entry, feed, runner, sampler
+
+    assert toc.Entry is entry.Entry  # the manager's, not that of a NameMap
+    assert toc.Feed is feed.Feed
+    assert toc.Result is runner.Result
+    assert toc.ResumableSampler is sampler.ResumableSampler
+    assert toc.CorruptFileError is errors.CorruptFileError
+
+
+def test_every_public_name_is_listed_once() -> None:
+    assert toc.__all__ == sorted(set(toc.__all__))
+    assert set(toc._LAZY) <= set(toc.__all__)
+    assert not set(toc._RENAMED) & set(toc.__all__)
+
+
+def test_the_old_name_of_a_diff_report_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="Report is now DiffReport") as caught:
+        assert toc.Report is toc.DiffReport
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="no attribute 'Reprot'"):
+        _ = toc.Reprot
 
 
 def test_importing_needs_nothing_optional() -> None:

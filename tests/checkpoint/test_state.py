@@ -136,3 +136,38 @@ class TestMixedPrecision:
         assert state.trainable["w"].dtype == torch.float32
         assert state.trainable["w"].item() == 1.5
         assert state.mixed_precision["w"].dtype == torch.float16
+
+
+def test_a_state_reads_like_a_mapping_of_its_parameters() -> None:
+    state = sample()
+    assert state["w"] is state.trainable["w"]
+    assert state["b"] is state.frozen["b"]
+    assert "w" in state
+    assert "b" in state
+    assert "momentum0" not in state
+    assert len(state) == 2
+    assert list(state) == list(state.keys()) == ["w", "b"]
+    assert [(name, id(value)) for name, value in state.items()] == [("w", id(state["w"])), ("b", id(state["b"]))]
+    assert dict(state).keys() == {"w", "b"}
+
+
+def test_a_name_in_both_homes_is_the_one_of_parameters() -> None:
+    state = CheckpointState({"w": torch.zeros(1)}, {"w": torch.ones(1)})
+    assert state["w"] is state.parameters["w"]
+    assert len(state) == 1
+
+
+def test_an_unknown_name_is_a_key_error_that_names_near_ones() -> None:
+    state = CheckpointState({"fc.weight": torch.zeros(1), "conv.bias": torch.zeros(1)})
+    with pytest.raises(KeyError, match=r"no parameter named 'fc.weigth' \(did you mean 'fc.weight'\?\)"):
+        state["fc.weigth"]
+    with pytest.raises(KeyError) as caught:
+        state["zzz"]
+    assert caught.value.args == ("no parameter named 'zzz'",)
+    with pytest.raises(KeyError, match="no parameter named 0"):
+        state[0]  # type: ignore[index]
+
+
+def test_a_state_is_true_even_without_parameters() -> None:
+    assert CheckpointState()
+    assert len(CheckpointState()) == 0

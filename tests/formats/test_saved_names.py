@@ -99,7 +99,7 @@ def test_a_sharded_save_is_found_everywhere(sharded: Path, tmp_path: Path, capsy
         assert toc.load(path) == toc.load(path, "safetensors") == state()
         assert toc.verify(path)
         assert toc.verify(path, repair=True)
-        assert toc.diff(path, other)
+        assert toc.diff(path, other).equal
         assert toc.average([path, other]) == state()
         toc.convert(path, tmp_path / "converted", overwrite=True)
         assert toc.load(tmp_path / "converted") == state()

@@ -132,6 +132,11 @@ def test_what_only_a_bad_input_disagrees_in_does_not_matter() -> None:
         toc.average([good, other], skip_bad=True)
 
 
+def test_a_single_state_is_not_a_list_of_them() -> None:
+    with pytest.raises(toc.CheckpointError, match="expected a list of checkpoints"):
+        toc.average(state(1.0))  # type: ignore[arg-type]
+
+
 def test_nothing_left_is_an_error() -> None:
     with pytest.raises(toc.CheckpointError, match="all 2 checkpoints have NaN or infinite values"):
         toc.average([spoiled("trainable/w"), spoiled("trainable/w", math.inf)], skip_bad=True)

@@ -20,7 +20,7 @@ def test_to_every_format(variant: str, tmp_path: Path) -> None:
     if VARIANTS[variant]["format"] == "onnx":
         write_model(target, state(variant, 1, 3000))
     options = {key: value for key, value in VARIANTS[variant].items() if key != "format"}
-    toc.convert(tmp_path / "source", target, to=VARIANTS[variant]["format"], overwrite=True, **options)
+    toc.convert(tmp_path / "source", target, to_format=VARIANTS[variant]["format"], overwrite=True, **options)
     assert toc.load(target) == source
 
 

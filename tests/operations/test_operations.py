@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -84,8 +85,15 @@ class TestDiff:
     def test_equal_states_are_equal(self) -> None:
         report = toc.diff(adamw(), Truth("fbv2_ort1_18_0_adamw_full").checkpoint)
         assert report.equal
-        assert bool(report)
         assert report.compared > 30
+
+    @pytest.mark.parametrize("other", [1.0, 2.0])
+    def test_a_report_has_no_truth_value(self, other: float) -> None:
+        report = toc.diff(toc.CheckpointState({"w": torch.tensor(1.0)}), toc.CheckpointState({"w": torch.tensor(other)}))
+        assert isinstance(report, toc.DiffReport)
+        assert report.equal is (other == 1.0)
+        with pytest.raises(TypeError, match=r"use \.equal"):
+            bool(report)
 
     def test_says_what_and_by_how_much(self) -> None:
         a, b = adamw(), adamw().clone()
@@ -99,6 +107,18 @@ class TestDiff:
         assert found["trainable/fc1.bias"].max_abs == pytest.approx(0.5)
         assert found["properties/epoch"].what == "3 / 4"
         assert "fc1.bias: 1 of 16 elements" in str(toc.diff(a, b))
+
+    def test_a_notebook_shows_a_table(self) -> None:
+        a = toc.CheckpointState({"<w>": torch.tensor([1.0, 100.0])}, properties={"epoch": 1})
+        b = toc.CheckpointState({"<w>": torch.tensor([1.0, 101.0])})
+        table = ElementTree.fromstring(toc.diff(a, b)._repr_html_())
+        assert table.findtext("caption") == "3 compared, 2 differ"
+        assert [[cell.text or "" for cell in row] for row in table.iter("tr")] == [
+            ["name", "what", "elements", "max |a-b|", "relative"],
+            ["trainable/<w>", "values", "1 of 2", "1", "0.0099"],
+            ["properties/epoch", "only in a", "", "", ""],
+        ]
+        assert ElementTree.fromstring(toc.diff(a, a)._repr_html_()).find("thead") is None
 
     def test_tolerance(self) -> None:
         a = toc.CheckpointState({"w": torch.tensor([1.0, 100.0])})
@@ -137,6 +157,22 @@ class TestConvert:
         assert toc.load(tmp_path / "c") == toc.load(source)
         assert toc.load(tmp_path / "c").format_version == 1
 
+    def test_formats_can_be_given(self, tmp_path: Path) -> None:
+        toc.save(adamw(), tmp_path / "source")
+        toc.convert(tmp_path / "source", tmp_path / "copy.bin", from_format="ort", to_format="safetensors")
+        assert toc.detect(tmp_path / "copy.bin") == "safetensors"
+        with pytest.raises(toc.CheckpointError):
+            toc.convert(tmp_path / "source", tmp_path / "other.bin", from_format="safetensors", to_format="ort")
+
+    def test_the_old_word_for_the_format_still_works(self, tmp_path: Path) -> None:
+        toc.save(adamw(), tmp_path / "source")
+        with pytest.warns(DeprecationWarning, match=r"convert\(to=\) is now convert\(to_format=\)") as caught:
+            toc.convert(tmp_path / "source", tmp_path / "copy.bin", to="safetensors")
+        assert caught[0].filename == __file__
+        assert toc.detect(tmp_path / "copy.bin") == "safetensors"
+        with pytest.warns(DeprecationWarning, match="to_format"), pytest.raises(toc.CheckpointError, match="both given"):
+            toc.convert(tmp_path / "source", tmp_path / "other", to="safetensors", to_format="ort")
+
     def test_names_and_transposes_apply_to_moments_too(self, tmp_path: Path) -> None:
         (tmp_path / "map.json").write_text('{"fc1.weight": {"name": "linear.weight", "transpose": true}}')
         source = Truth("fbv2_ort1_19_2_adamw_full").checkpoint
@@ -173,9 +209,9 @@ class TestConvert:
                 changed.append(byte)
 
         with pytest.raises(toc.CheckpointError, match="not what was written"):
-            toc.convert(tmp_path / "source", destination, to=form, progress=flip)
+            toc.convert(tmp_path / "source", destination, to_format=form, progress=flip)
         assert changed
-        toc.convert(tmp_path / "source", destination, to=form, overwrite=True)
+        toc.convert(tmp_path / "source", destination, to_format=form, overwrite=True)
         assert toc.load(destination, format=form) == state
 
     def test_needs_permission_to_overwrite(self, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ TAKE_PATHS: dict[str, Callable[[Any, Path], Any]] = {
     "save of nothing": lambda path, t: toc.save(None, path),  # type: ignore[arg-type]
     "convert from": lambda path, t: toc.convert(path, t / "a.pt"),
     "convert to": lambda path, t: toc.convert(GOOD, path),
-    "convert to a format": lambda path, t: toc.convert(GOOD, path, to="ort"),
+    "convert to a format": lambda path, t: toc.convert(GOOD, path, to_format="ort"),
     "verify": lambda path, t: toc.verify(path),
     "merge": lambda path, t: toc.merge(path),
     "merge of several": lambda path, t: toc.merge([path, path]),

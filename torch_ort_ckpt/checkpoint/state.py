@@ -5,7 +5,8 @@ Plain data with torch tensors inside. Nothing here copies a tensor; who needs a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ import torch
 from ..dtypes import HALF_SUFFIXES, short_name
 from ..errors import CheckpointError, printable
 from ..storage.tensors import byte_view, same_bytes
+from .notebook import html_table
 
 Value: TypeAlias = Any
 """A `torch.Tensor`, or a numpy object array for string tensors (PyTorch has none)."""
@@ -105,7 +107,10 @@ class PartitionInfo:
 
 @dataclass(eq=False, repr=False)
 class CheckpointState:
-    """Parameters, optimizer groups and properties of one training run, as ORT or PyTorch left them."""
+    """Parameters, optimizer groups and properties of one training run, as ORT or PyTorch left them.
+
+    Reads like a mapping of its parameters, trainable ones first: `state["fc.weight"]`, `in`, `len`, `keys()`, `items()`.
+    """
 
     trainable: dict[str, Value] = field(default_factory=dict)
     frozen: dict[str, Value] = field(default_factory=dict)
@@ -121,6 +126,32 @@ class CheckpointState:
     def parameters(self) -> Mapping[str, Value]:
         """Trainable and frozen parameters together, read-only."""
         return MappingProxyType({**self.trainable, **self.frozen})
+
+    def __getitem__(self, name: str) -> Value:
+        for home in (self.frozen, self.trainable):  # of a name in both, `parameters` has the frozen one
+            if name in home:
+                return home[name]
+        raise KeyError(f"no parameter named {name!r}{did_you_mean(name, self.parameters)}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.trainable or name in self.frozen
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def __bool__(self) -> bool:
+        return True  # a state without parameters is still a state: `if state:` asks whether there is one
+
+    def keys(self) -> KeysView[str]:
+        """Names of all parameters."""
+        return self.parameters.keys()
+
+    def items(self) -> ItemsView[str, Value]:
+        """Names and values of all parameters."""
+        return self.parameters.items()
 
     @property
     def step(self) -> int:
@@ -249,10 +280,24 @@ class CheckpointState:
             parts.append("nominal")
         return f"CheckpointState({', '.join(parts)})"
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, kind, "string" if is_string(value) else short_name(value.dtype), tuple(value.shape), format_bytes(nbytes(value)))
+            for kind, values in (("trainable", self.trainable), ("frozen", self.frozen))
+            for name, value in values.items()
+        ]
+        return html_table(repr(self), ("name", "kind", "dtype", "shape", "size"), rows)
+
 
 def is_string(value: Value) -> bool:
     """Whether this is a string tensor (a numpy object array)."""
     return isinstance(value, np.ndarray)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """` (did you mean 'fc.weight'?)` with up to three of the known names that are close to this one, or an empty string."""
+    near = difflib.get_close_matches(name, known, n=3) if isinstance(name, str) else []
+    return f" (did you mean {' or '.join(repr(printable(other)) for other in near)}?)" if near else ""
 
 
 def split_half_suffix(name: str) -> tuple[str, torch.dtype | None]:

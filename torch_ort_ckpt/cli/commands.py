@@ -146,7 +146,7 @@ def run_convert(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.destination)
     _convert(
         options,
-        to=target,
+        to_format=target,
         from_format=options.from_format,
         dtype=_DTYPES[options.dtype] if options.dtype else None,
         names=options.name_map,
@@ -171,7 +171,7 @@ def run_upgrade(options: argparse.Namespace) -> int:
         raise CheckpointError("a folder, which a file can't replace", path=options.source, remedy="Say where the upgraded file goes: DST.")
     options.destination = options.destination or options.source
     aliases = len(load(options.source).mixed_precision)  # before the source may be replaced
-    state = _convert(options, to="ort", **writing_options(options, "ort"))
+    state = _convert(options, to_format="ort", **writing_options(options, "ort"))
     if aliases:
         warn(f"{options.source}: {aliases} half-precision aliases are left out: ORT reads no file with them, and their masters are here")
     if (readers := read_by("ort", options.destination)).startswith("no release"):
@@ -186,7 +186,7 @@ def _convert(options: argparse.Namespace, **more: Any) -> CheckpointState:
         state = convert(
             options.source, options.destination, overwrite=options.overwrite, durable=not options.no_fsync, progress=advance, **more
         )
-    print_line(f"{escaped(options.destination)}: {more['to']}, {contents(state)}")
+    print_line(f"{escaped(options.destination)}: {more['to_format']}, {contents(state)}")
     return state
 
 

@@ -25,9 +25,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import torch
+
 from ..checkpoint.merging import merge_ranks
 from ..checkpoint.names import check_aliases
 from ..checkpoint.properties import WORLD_RANK
+from ..checkpoint.selection import on_device, selected, usable_device
 from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
 from ..storage.files import PathLike, Progress, as_path, readable, warn
@@ -83,14 +86,25 @@ def _detect(path: PathLike) -> str:
 
 
 def load(
-    path: PathLike | Sequence[PathLike], format: str | None = None, mmap: bool = True, *, strict: bool = False, **options: Any
+    path: PathLike | Sequence[PathLike],
+    format: str | None = None,
+    mmap: bool = True,
+    *,
+    device: torch.device | str | None = None,
+    only: Sequence[str] | None = None,
+    strict: bool = False,
+    **options: Any,
 ) -> CheckpointState:
     """Read a checkpoint of any format. A list, a folder or a glob of rank files is read as one state (see `merge`).
 
     With `mmap=True` tensors alias the mapped file copy-on-write: nothing is read until touched, the file never changes, and a file that
     is renamed or deleted keeps serving. A file that another program overwrites *in place* (ORT does) does not: use `mmap=False` then.
+    `device` moves the tensors there. `only` keeps the parameters with these names or patterns (`["fc.weight", "encoder.*"]`), with their
+    moments and aliases; the others are not read from a mapped file.
     `strict=True` turns a half-precision alias that disagrees with its master into an error. Other options belong to the format.
     """
+    target = None if device is None else usable_device(device)
+    single = path if isinstance(path, (str, os.PathLike)) else None
     with readable(path):
         ranks = _ranks(path, format)
     if ranks is None:
@@ -101,9 +115,11 @@ def load(
         check_loaded(state, place)
     else:
         state = _load_ranks(path, ranks, format=format, mmap=mmap, **options)
+    if only is not None:
+        state = selected(state, only, single)
     if strict:
-        check_aliases(state, path=path if isinstance(path, (str, os.PathLike)) else None)
-    return state
+        check_aliases(state, path=single)
+    return state if target is None else on_device(state, target)
 
 
 def merge(
@@ -196,7 +212,9 @@ def format_for(path: PathLike) -> str:
         return max(matching)[1]
     if not Path(text).suffix:
         return "ort"
-    raise CheckpointError("can't tell a format from this name", path=path, remedy=f"Pass format= (--to) one of {', '.join(FORMATS)}.")
+    raise CheckpointError(
+        "can't tell a format from this name", path=path, remedy=f"Pass format= (of convert: to_format=, --to) one of {', '.join(FORMATS)}."
+    )
 
 
 def read_by(name: str, path: PathLike | None = None) -> str:

@@ -31,6 +31,8 @@ def average(
     where all inputs agree. The step is the furthest of all. A checkpoint with NaN or infinite values is refused; with `skip_bad` it is
     left out with a warning, and the weights of the others count alone.
     """
+    if isinstance(states_or_paths, CheckpointState):  # type: ignore[unreachable]  # iterating over it would give names of parameters
+        raise CheckpointError("expected a list of checkpoints, not a single state", remedy="Pass [a, b, ...].")
     sources = list(states_or_paths)
     if not sources:
         raise CheckpointError("nothing to average", remedy="Give at least one checkpoint.")

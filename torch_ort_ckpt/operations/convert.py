@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def convert(
     destination: PathLike,
     *,
     from_format: str | None = None,
-    to: str | None = None,
+    to_format: str | None = None,
     dtype: torch.dtype | None = None,
     names: NameMap | PathLike | None = None,
     include_optimizer: bool = True,
@@ -40,12 +41,19 @@ def convert(
 ) -> CheckpointState:
     """Convert a checkpoint and return what was written. With `verify`, the result is read back and compared bit for bit.
 
-    Formats come from the source's content and the destination's name unless given. `names` renames and transposes weights (a `NameMap`
-    or a JSON file for `NameMap.from_dict`); `dtype` converts floating-point weights. Options belong to the destination's format.
+    Formats come from the source's content and the destination's name unless `from_format` and `to_format` are given. `names` renames and
+    transposes weights (a `NameMap` or a JSON file for `NameMap.from_dict`); `dtype` converts floating-point weights. Options belong to
+    the destination's format.
     """
+    if "to" in options:
+        warnings.warn("convert(to=) is now convert(to_format=)", DeprecationWarning, stacklevel=2)
+        old = options.pop("to")
+        if to_format is not None:
+            raise CheckpointError("to_format= and its old name to= are both given", path=destination, remedy="Remove to=.")
+        to_format = old
     refuse_url(names)
     place = as_path(destination)
-    target = to or format_for(place)
+    target = to_format or format_for(place)
     state = load(source, format=from_format, **(read_options or {}))
     buffers = state._buffers
     state = dataclasses.replace(

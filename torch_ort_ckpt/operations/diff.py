@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.notebook import html_table
 from ..checkpoint.state import CheckpointState, Value, is_string, nbytes, same_number, same_tensor
 from ..dtypes import short_name
 from ..errors import CheckpointError, printable
@@ -40,14 +41,15 @@ class Difference:
 
 
 @dataclass
-class Report:
-    """The result of `diff`. True when nothing differs beyond the tolerance; iterates over the differences."""
+class DiffReport:
+    """The result of `diff`: `equal` when nothing differs beyond the tolerance. Iterates over the differences."""
 
     compared: int = 0
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
+        """Whether nothing differs beyond the tolerance."""
         return not self.differences
 
     def __iter__(self) -> Iterator[Difference]:
@@ -56,12 +58,22 @@ class Report:
     def __len__(self) -> int:
         return len(self.differences)
 
-    def __bool__(self) -> bool:
-        return self.equal
+    def __bool__(self) -> NoReturn:
+        raise TypeError("the truth value of a DiffReport is ambiguous: use .equal, or len(report) for the number of differences")
 
     def __str__(self) -> str:
         head = f"{self.compared} compared, {len(self.differences)} differ"
         return "\n".join([head, *map(str, self.differences)])
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (item.name, item.what, "", "", "")
+            if item.changed is None
+            else (item.name, item.what, f"{item.changed} of {item.total}", f"{item.max_abs:.3g}", f"{item.relative:.3g}")
+            for item in self.differences
+        ]
+        caption = f"{self.compared} compared, {len(rows)} differ"
+        return html_table(caption, ("name", "what", "elements", "max |a-b|", "relative"), rows)
 
     def to_json(self) -> dict[str, Any]:
         return {"equal": self.equal, "compared": self.compared, "differences": [dataclasses.asdict(item) for item in self.differences]}
@@ -69,7 +81,7 @@ class Report:
 
 def diff(
     a: CheckpointState | PathLike, b: CheckpointState | PathLike, *, atol: float = 0.0, rtol: float = 0.0, progress: Progress | None = None
-) -> Report:
+) -> DiffReport:
     """Compare tensors, steps, rates and properties. With the default tolerances equal means equal bits (NaN included)."""
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not value >= 0:
@@ -77,7 +89,7 @@ def diff(
     left = a if isinstance(a, CheckpointState) else load(a)
     right = b if isinstance(b, CheckpointState) else load(b)
     buffers = [buffer for source, state in ((a, left), (b, right)) if source is not state for buffer in state._buffers]
-    report = Report()
+    report = DiffReport()
     tensors_a, tensors_b = dict(left.tensors()), dict(right.tensors())
     for name in sorted(tensors_a.keys() | tensors_b.keys()):
         report.compared += 1
@@ -136,7 +148,7 @@ def _group_values(state: CheckpointState) -> dict[str, Any]:
     return values
 
 
-def _compare_values(report: Report, prefix: str, a: dict[str, Any], b: dict[str, Any]) -> None:
+def _compare_values(report: DiffReport, prefix: str, a: dict[str, Any], b: dict[str, Any]) -> None:
     for name in sorted(a.keys() | b.keys()):
         report.compared += 1
         if name not in a or name not in b:

@@ -10,14 +10,14 @@ import torch
 
 from ..checkpoint.state import is_string, nbytes
 from ..formats import load
-from ..operations.diff import Difference, Report, diff
+from ..operations.diff import Difference, DiffReport, diff
 from ..storage.files import PathLike
 from .histogram import CHUNK, histogram_of_difference
 
 _EQUAL = Difference("", "equal", 0, None, 0.0, 0.0, 0.0)
 
 
-def comparison(a: PathLike, b: PathLike, *, atol: float = 0.0, rtol: float = 0.0) -> tuple[dict[str, Any], Report]:
+def comparison(a: PathLike, b: PathLike, *, atol: float = 0.0, rtol: float = 0.0) -> tuple[dict[str, Any], DiffReport]:
     """Describe the page; also the report that it is made from."""
     left, right = load(a), load(b)
     report = diff(left, right, atol=atol, rtol=rtol)
