@@ -13,7 +13,7 @@ import torch
 from ..errors import UnsupportedError
 from ..state import CheckpointState, Value, is_string
 from ..storage import PathLike, warn
-from .soundness import is_shallow, is_whole_number
+from .soundness import check_partition, is_shallow, is_whole_number
 
 
 def check_savable(state: CheckpointState, path: PathLike) -> None:
@@ -50,11 +50,13 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
         if isinstance(text, str):
             _check_text(text, path, f"properties/{name}")
     for name, info in state.partitions.items():
+        try:
+            check_partition(info)
+        except (TypeError, ValueError) as error:
+            _refuse(f"not a partition ({error})", path, f"partitions/{name}")
         numbers = (*info.original_dim, info.megatron_row_partition)
-        if not isinstance(info.original_dim, tuple) or not all(
-            type(number) is int and -(1 << 63) <= number < 1 << 63 for number in numbers
-        ):
-            _refuse("not a partition (a shape and an axis, in 64-bit integers)", path, f"partitions/{name}")
+        if not isinstance(info.original_dim, tuple) or not all(-(1 << 63) <= number < 1 << 63 for number in numbers):
+            _refuse("not a partition (a tuple and an axis, of 64-bit integers)", path, f"partitions/{name}")
 
 
 def warn_of_nominal(state: CheckpointState, path: PathLike) -> None:
