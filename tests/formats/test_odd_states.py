@@ -143,3 +143,19 @@ def test_notes_of_earlier_releases_still_read(tmp_path: Path) -> None:
     assert found.mixed_precision.keys() == {""}
     assert found.optimizer["group0"].hyperparameters == {"betas": [0.9, 0.95]}
     assert found.optimizer["group0"].states["w"]["step"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("variant", ["safetensors", "torch", "dcp"])
+def test_what_is_shared_in_memory_can_be_read_again(variant: str, tmp_path: Path) -> None:
+    """Readers refuse files that ask for far more than they hold: one weight under many names, or one number expanded, must not."""
+    chosen = VARIANTS[variant]
+    value = torch.arange(300_000, dtype=torch.float32)
+    tied = toc.CheckpointState({f"w{number}": value for number in range(70)})
+    assert outcome(tied, chosen, tmp_path / "case") == EQUAL
+    assert outcome(state(frozen={"ones": torch.ones(1).expand(20_000_000)}), chosen, tmp_path / "case") == EQUAL
+
+
+@pytest.mark.parametrize("dims", [(-1,), (1 << 64,), (1,) * 65, (2.0,), [2]])
+@pytest.mark.parametrize("variant", ["ort", "safetensors", "torch", "runner", "ortcp", "dcp"])
+def test_partitions_that_could_not_be_read_again_are_refused(variant: str, dims: Any, tmp_path: Path) -> None:
+    assert outcome(state(partitions={"w": toc.PartitionInfo(dims)}), VARIANTS[variant], tmp_path / "case") == REFUSED

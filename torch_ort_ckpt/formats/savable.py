@@ -55,10 +55,8 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
         except (TypeError, ValueError) as error:
             _refuse(f"not a partition ({error})", path, f"partitions/{name}")
         numbers = (*info.original_dim, info.megatron_row_partition)
-        if not isinstance(info.original_dim, tuple) or not all(
-            type(number) is int and -(1 << 63) <= number < 1 << 63 for number in numbers
-        ):
-            _refuse("not a partition (a shape and an axis, in 64-bit integers)", path, f"partitions/{name}")
+        if not isinstance(info.original_dim, tuple) or not all(-(1 << 63) <= number < 1 << 63 for number in numbers):
+            _refuse("not a partition (a tuple and an axis, of 64-bit integers)", path, f"partitions/{name}")
 
 
 def warn_of_nominal(state: CheckpointState, path: PathLike) -> None:

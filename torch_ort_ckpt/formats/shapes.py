@@ -12,6 +12,9 @@ MAX_RANK = 64
 MAX_GROWTH = 64
 """A checkpoint's tensors may be at most this many times as large as its files: tied weights and expanded tensors share their bytes."""
 
+MAX_TIES = MAX_GROWTH // 2
+"""Writers use the same bytes for at most this many tensors, so that what they write can be read."""
+
 ALWAYS_ALLOWED = 64 << 20
 """Bytes of tensors that any file may have, however small it is."""
 

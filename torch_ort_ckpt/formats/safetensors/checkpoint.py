@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ...storage.filesets import Fingerprint, commit, locate
 from ...storage.filesets import repair as repair_part
 from ..notes import describe, rebuild
 from ..ort import extras
+from ..shapes import MAX_TIES
 from .file import IDENTITY_KEY, identity_of, parse_json, read_file, reported, write_file, write_identity
 
 SUFFIXES = (".safetensors", ".safetensors.index.json")
@@ -241,13 +243,17 @@ def _moment_keys(state: CheckpointState) -> dict[str, tuple[str, str, str]]:
 
 
 def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each memory once; of tied names the first in order keeps the data."""
+    """Each memory once (or once for every `MAX_TIES` names); of tied names the first in order keeps the data."""
     kept: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     seen: dict[Any, str] = {}
+    uses: Counter[str] = Counter()
     for name, value in sorted(tensors.items()):
         whole = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else (name,)
+        if uses[seen.get(whole, "")] == MAX_TIES:
+            seen[whole] = name
         first = seen.setdefault(whole, name)
+        uses[first] += 1
         if first == name or name in ("format", KEY):
             kept[name] = value
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -22,6 +23,7 @@ from ...storage.deferred import DeferredErrors
 from ...storage.files import FileBuffer, PathLike, Progress, atomic_write, warn
 from ..legacy.ortpt import MARKS
 from ..notes import describe, lost_with_weights_alone, rebuild
+from ..shapes import MAX_TIES
 from . import archive as torch_archive
 from .objects import Opaque
 
@@ -167,7 +169,8 @@ def _moment_shape(states: Mapping[str, Any]) -> tuple[int, ...] | None:
 def write(state: CheckpointState, path: Path, *, durable: bool = True, progress: Progress | None = None, bare: bool = False) -> None:
     """Write with `torch.save`. `bare=True` writes only the state dict; a state with more in it is refused unless that was left out."""
     tensors, note = describe(state, path)
-    content: dict[str, Any] = {name: _whole(value) for name, value in tensors.items()}
+    uses: Counter[int] = Counter()
+    content: dict[str, Any] = {name: _whole(value, uses) for name, value in tensors.items()}
     if bare:
         if note["strings"] or state.optimizer:
             what = "a bare state dict holds no optimizer state and no string tensors"
@@ -182,7 +185,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             warn(f"{path}: a bare state dict holds weights only; left out: {', '.join(lost)}")
     else:
         note["moments"] = {
-            name: {param: {key: _whole(value) for key, value in states.items()} for param, states in group.states.items()}
+            name: {param: {key: _whole(value, uses) for key, value in states.items()} for param, states in group.states.items()}
             for name, group in state.optimizer.items()
         }
         content = {"state_dict": content, KEY: note}
@@ -196,9 +199,13 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             output.check()
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """`torch.save` writes the storage behind a view: a small view of a large one is copied first."""
+def _whole(value: torch.Tensor, uses: Counter[int]) -> torch.Tensor:
+    """`torch.save` writes the storage behind a tensor, once: what is not exactly the tensor, or used very often, is copied first."""
     value = value.detach()
-    if value.is_meta or value.untyped_storage().nbytes() <= value.numel() * value.element_size():
+    storage = value.untyped_storage()
+    if value.is_meta:
         return value
-    return value.clone()
+    uses[storage.data_ptr()] += 1
+    if storage.nbytes() == value.numel() * value.element_size() and uses[storage.data_ptr()] % MAX_TIES:
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
