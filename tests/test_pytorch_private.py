@@ -99,7 +99,7 @@ for missing in [[name] for name in names] + [names, ["_C._dynamo.guards"]]:
     fresh()
     with without(missing):
         importlib.import_module("torch_ort_ckpt.pytorch_private")
-        importlib.import_module("torch_ort_ckpt.engines.ort.engine.gradients")
+        importlib.import_module("torch_ort_ckpt.engines.ort.gradients")
         importlib.import_module("torch_ort_ckpt.runtime.optimizer")
     left = sys.modules["torch_ort_ckpt.pytorch_private"].MISSING
     assert left == missing or left == ["_C._dynamo.guards._reinterpret_tensor"], left

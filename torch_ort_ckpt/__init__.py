@@ -1,23 +1,27 @@
-"""ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit."""
+"""ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit.
 
+Importing the package imports neither torch nor onnx: public names are imported when first used.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dict
-from .checkpoint.names import NameMap
-from .checkpoint.partition import PartitionPlan, split
-from .checkpoint.state import CheckpointState, OptimizerGroup, PartitionInfo
 from .errors import CheckpointError, CheckpointWarning
-from .formats import detect, load, merge, save
-from .operations.average import average
-from .operations.convert import convert
-from .operations.diff import Report, diff
-from .operations.verify import verify
 
-if TYPE_CHECKING:
-    from .graphs.artifacts import Artifacts, OptimizerSpec
+if TYPE_CHECKING:  # the same names, for type checkers and the documentation
+    from .checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dict
+    from .checkpoint.names import NameMap
+    from .checkpoint.partition import PartitionPlan, split
+    from .checkpoint.state import CheckpointState, OptimizerGroup, OptimizerSpec, PartitionInfo
+    from .formats import detect, load, merge, save
+    from .graphs.artifacts import Artifacts
     from .graphs.export import export_artifacts
     from .graphs.source.module import to_torch_module
     from .graphs.translation import register_op
+    from .operations.average import average
+    from .operations.convert import convert
+    from .operations.diff import Report, diff
+    from .operations.verify import verify
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
     from .runtime.session import TrainingSession
@@ -31,21 +35,42 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Artifacts": ".graphs.artifacts",
-    "OptimizerSpec": ".graphs.artifacts",
+    "CheckpointManager": ".training.manager",
+    "CheckpointState": ".checkpoint.state",
+    "LearningRate": ".training.schedule",
+    "NameMap": ".checkpoint.names",
+    "OptimizerGroup": ".checkpoint.state",
+    "OptimizerSpec": ".checkpoint.state",
     "OrtModule": ".runtime.module",
     "OrtOptimizer": ".runtime.optimizer",
-    "CheckpointManager": ".training.manager",
-    "LearningRate": ".training.schedule",
+    "PartitionInfo": ".checkpoint.state",
+    "PartitionPlan": ".checkpoint.partition",
+    "Report": ".operations.diff",
     "RunnerConfig": ".training.config",
     "TrainingRunner": ".training.runner",
-    "optimal_checkpoint_period": ".training.schedule",
     "TrainingSession": ".runtime.session",
+    "average": ".operations.average",
+    "convert": ".operations.convert",
+    "detect": ".formats",
+    "diff": ".operations.diff",
     "export_artifacts": ".graphs.export",
+    "from_torch": ".checkpoint.bridge",
+    "load": ".formats",
+    "merge": ".formats",
+    "optimal_checkpoint_period": ".training.schedule",
     "pipeline_stages": ".runtime.stages",
     "register_op": ".graphs.translation",
+    "save": ".formats",
+    "split": ".checkpoint.partition",
+    "to_optimizer_state_dict": ".checkpoint.bridge",
+    "to_state_dict": ".checkpoint.bridge",
     "to_torch_module": ".graphs.source.module",
+    "verify": ".operations.verify",
 }
-"""Names that cost an import (onnx, engines) and are looked up when first used."""
+"""Where each public name is defined. The module is imported when the name is first used."""
+
+_SUBMODULES = ("checkpoint", "dtypes", "formats", "operations", "storage")
+"""Imported when first used as an attribute, so that `torch_ort_ckpt.formats` needs no import of its own."""
 
 __all__ = [
     "Artifacts",
@@ -87,9 +112,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        import importlib
-
-        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        value = getattr(import_module(_LAZY[name], __name__), name)
         globals()[name] = value
         return value
+    if name in _SUBMODULES:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
