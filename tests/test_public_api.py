@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pickle
+import pydoc
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import torch_ort_ckpt as toc
 
@@ -78,3 +82,55 @@ def test_importing_needs_nothing_optional() -> None:
         "sys.exit(str(bad) if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lazy_names_are_all_the_names() -> None:
+    assert set(toc._LAZY) <= set(toc.__all__)
+    assert all(getattr(toc, name).__module__ == "torch_ort_ckpt.errors" for name in set(toc.__all__) - set(toc._LAZY))  # cheap to import
+    for name, module in toc._LAZY.items():
+        assert getattr(toc, name).__module__.startswith(f"torch_ort_ckpt{module}"), name  # where it is defined, or below
+        assert getattr(toc, name) is getattr(toc, name)
+
+
+def test_static_names_are_the_lazy_ones() -> None:
+    """Type checkers and the documentation read the imports under TYPE_CHECKING; they must say the same."""
+    tree = ast.parse(inspect.getsource(toc))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    static = {alias.name: f".{node.module}" for node in imports for alias in node.names}
+    assert static == toc._LAZY
+
+
+FRESH = """
+import torch_ort_ckpt as toc
+assert set(toc.__all__) <= set(dir(toc))
+assert toc.formats.WRITABLE and toc.operations and toc.checkpoint and toc.storage and toc.dtypes and toc.errors
+assert not hasattr(toc, "nonsense")
+names = {}
+exec("from torch_ort_ckpt import *", names)
+assert set(toc.__all__) <= set(names)
+assert callable(names["diff"]) and names["diff"] is toc.diff
+"""
+
+
+def test_a_fresh_interpreter_finds_every_name() -> None:
+    subprocess.run([sys.executable, "-c", FRESH], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = toc.nonsense
+    with pytest.raises(ImportError, match="nonsense"):
+        exec("from torch_ort_ckpt import nonsense")
+
+
+def test_help_shows_the_functions() -> None:
+    text = pydoc.plain(pydoc.render_doc(toc))
+    assert "load(path" in text
+    assert "class CheckpointState" in text
+
+
+def test_classes_pickle() -> None:
+    state = toc.CheckpointState(trainable={"w": torch.ones(2)})
+    assert pickle.loads(pickle.dumps(state)) == state
+    assert all(pickle.loads(pickle.dumps(getattr(toc, name))) is getattr(toc, name) for name in toc.__all__)

@@ -1,24 +1,28 @@
-"""ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit."""
+"""ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit.
 
+Importing the package imports neither torch nor onnx: public names are imported when first used.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dict
-from .checkpoint.names import NameMap
-from .checkpoint.partition import PartitionPlan, split
-from .checkpoint.state import CheckpointState, OptimizerGroup, PartitionInfo
 from .errors import CheckpointError, CheckpointWarning, CorruptFileError
-from .formats import detect, load, merge, save
-from .operations.average import average
-from .operations.convert import convert
-from .operations.diff import DiffReport, diff
-from .operations.summarize import summarize
-from .operations.verify import Verification, verify
 
-if TYPE_CHECKING:
-    from .graphs.artifacts import Artifacts, OptimizerSpec
+if TYPE_CHECKING:  # the same names, for type checkers and the documentation
+    from .checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dict
+    from .checkpoint.names import NameMap
+    from .checkpoint.partition import PartitionPlan, split
+    from .checkpoint.state import CheckpointState, OptimizerGroup, OptimizerSpec, PartitionInfo
+    from .formats import detect, load, merge, save
+    from .graphs.artifacts import Artifacts
     from .graphs.export import export_artifacts
     from .graphs.source.module import to_torch_module
     from .graphs.translation import register_op
+    from .operations.average import average
+    from .operations.convert import convert
+    from .operations.diff import DiffReport, diff
+    from .operations.summarize import summarize
+    from .operations.verify import Verification, verify
     from .runtime.module import OrtModule
     from .runtime.optimizer import OrtOptimizer
     from .runtime.session import TrainingSession
@@ -35,25 +39,48 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Artifacts": ".graphs.artifacts",
-    "OptimizerSpec": ".graphs.artifacts",
-    "OrtModule": ".runtime.module",
-    "OrtOptimizer": ".runtime.optimizer",
     "CheckpointManager": ".training.manager",
+    "CheckpointState": ".checkpoint.state",
+    "DiffReport": ".operations.diff",
     "Entry": ".training.entry",
     "Feed": ".training.feed",
     "LearningRate": ".training.schedule",
-    "ResumableSampler": ".training.sampler",
+    "NameMap": ".checkpoint.names",
+    "OptimizerGroup": ".checkpoint.state",
+    "OptimizerSpec": ".checkpoint.state",
+    "OrtModule": ".runtime.module",
+    "OrtOptimizer": ".runtime.optimizer",
+    "PartitionInfo": ".checkpoint.state",
+    "PartitionPlan": ".checkpoint.partition",
     "Result": ".training.runner",
+    "ResumableSampler": ".training.sampler",
     "RunnerConfig": ".training.config",
     "TrainingRunner": ".training.runner",
-    "optimal_checkpoint_period": ".training.schedule",
     "TrainingSession": ".runtime.session",
+    "Verification": ".operations.verify",
+    "average": ".operations.average",
+    "convert": ".operations.convert",
+    "detect": ".formats",
+    "diff": ".operations.diff",
     "export_artifacts": ".graphs.export",
+    "from_torch": ".checkpoint.bridge",
+    "load": ".formats",
+    "merge": ".formats",
+    "optimal_checkpoint_period": ".training.schedule",
     "pipeline_stages": ".runtime.stages",
     "register_op": ".graphs.translation",
+    "save": ".formats",
+    "split": ".checkpoint.partition",
+    "summarize": ".operations.summarize",
+    "to_optimizer_state_dict": ".checkpoint.bridge",
+    "to_state_dict": ".checkpoint.bridge",
     "to_torch_module": ".graphs.source.module",
+    "verify": ".operations.verify",
 }
-"""Names that cost an import (onnx, engines) and are looked up when first used."""
+"""Where each public name is defined. The module is imported when the name is first used."""
+
+_SUBMODULES = ("checkpoint", "dtypes", "formats", "operations", "storage")
+"""Imported when first used as an attribute, so that `torch_ort_ckpt.formats` needs no import of its own."""
 
 _RENAMED = {"Report": "DiffReport"}
 """Old names that keep working, with a DeprecationWarning."""
@@ -105,14 +132,18 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        import importlib
-
-        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        value = getattr(import_module(_LAZY[name], __name__), name)
         globals()[name] = value
         return value
     if name in _RENAMED:
         import warnings
 
         warnings.warn(f"{__name__}.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_RENAMED[name]]
+        return __getattr__(_RENAMED[name])
+    if name in _SUBMODULES:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -1,4 +1,4 @@
-"""The commands on checkpoints. Each parses its options, calls one function of the library and shows the result."""
+"""The commands on checkpoints. Each calls one function of the library and shows the result."""
 
 from __future__ import annotations
 
@@ -12,50 +12,21 @@ from typing import Any
 
 import torch
 
+from ..catalog import FLOAT_DTYPES
 from ..checkpoint.state import CheckpointState, format_bytes
-from ..dtypes import TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, MissingFileError
-from ..formats import FORMATS, WRITABLE, detect, exists, format_for, load, read_by, save
+from ..formats import detect, exists, format_for, load, read_by, save
 from ..operations.average import average
 from ..operations.convert import convert
 from ..operations.diff import diff
 from ..operations.summarize import Summary, TensorSummary, summarize
 from ..operations.verify import verify
 from ..storage.files import warn
-from . import completion, machine, pages, ranks, training
+from . import pages
 from .output import console, print_json, print_line, progress_bar, table
-from .writing import add_writing, command, contents, escaped, size_of, writing_options
-
-_DTYPES = {short_name(dtype): dtype for dtype in TORCH_FROM_ONNX.values() if dtype.is_floating_point}
-_DTYPES |= {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-
-
-def add_all(subparsers: Any) -> None:
-    """Every command, in the order of `--help`."""
-    _add_inspect(subparsers)
-    _add_convert(subparsers)
-    _add_upgrade(subparsers)
-    _add_diff(subparsers)
-    _add_verify(subparsers)
-    _add_average(subparsers)
-    ranks.add_merge(subparsers)
-    ranks.add_split(subparsers)
-    training.add_all(subparsers)
-    _add_demo(subparsers)
-    machine.add_doctor(subparsers)
-    completion.add(subparsers)
-
+from .writing import contents, escaped, size_of, writing_options
 
 # inspect
-
-
-def _add_inspect(subparsers: Any) -> None:
-    parser = command(subparsers, "inspect", run_inspect, "Show what is in a checkpoint: tensors, optimizer state, properties, statistics.")
-    parser.add_argument("path")
-    parser.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
-    parser.add_argument("--no-stats", action="store_true", help="structure only: does not read the tensors' data")
-    parser.add_argument("--format", choices=FORMATS, help="do not detect the format")
-    parser.add_argument("--html", metavar="FILE", help="write a page with table, histograms and charts, for a browser, instead")
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -119,36 +90,13 @@ def _tensor_row(item: TensorSummary, with_numbers: bool, nominal: bool) -> list[
 # convert, upgrade
 
 
-def _add_convert(subparsers: Any) -> None:
-    parser = command(subparsers, "convert", run_convert, "Convert a checkpoint to another format, and verify it by reading it back.")
-    parser.add_argument("source", metavar="SRC")
-    parser.add_argument("destination", metavar="DST", help="its suffix chooses the format: .safetensors, .pt, .bin, .ckpt, none for ort")
-    parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
-    parser.add_argument("--from", dest="from_format", choices=FORMATS, help="format of SRC, instead of detecting it")
-    parser.add_argument(
-        "--dtype", choices=sorted(_DTYPES), metavar="DTYPE", help=f"convert floating-point weights: {', '.join(sorted(_DTYPES))}"
-    )
-    parser.add_argument("--name-map", metavar="JSON", help='file of {"ort name": "torch name" or {"name": ..., "transpose": true}}')
-    parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer state out")
-    parser.add_argument(
-        "--mixed-precision",
-        action="store_true",
-        help="write the half-precision aliases too (ort: no release of ORT reads them)",
-    )
-    parser.add_argument("--upcast-half", action="store_true", help="give weights that exist only as <w>_fp16 an fp32 master")
-    parser.add_argument("--version", type=int, choices=(1, 2), help="ort: 1 for devices on ORT 1.16 / 1.17, 2 (default) for 1.18 and later")
-    parser.add_argument("--model", metavar="ONNX", help="onnx: the model whose initializers take the weights (default: DST itself)")
-    parser.add_argument("--no-verify", action="store_true", help="do not read the result back")
-    add_writing(parser)
-
-
 def run_convert(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.destination)
     _convert(
         options,
         to_format=target,
         from_format=options.from_format,
-        dtype=_DTYPES[options.dtype] if options.dtype else None,
+        dtype=getattr(torch, FLOAT_DTYPES[options.dtype]) if options.dtype else None,
         names=options.name_map,
         include_optimizer=not options.no_optimizer,
         include_mixed_precision=options.mixed_precision,
@@ -157,13 +105,6 @@ def run_convert(options: argparse.Namespace) -> int:
         **writing_options(options, target),
     )
     return 0
-
-
-def _add_upgrade(subparsers: Any) -> None:
-    parser = command(subparsers, "upgrade", run_upgrade, "Turn an old checkpoint into one that current ORT (1.18 and later) reads.")
-    parser.add_argument("source", metavar="SRC")
-    parser.add_argument("destination", metavar="DST", nargs="?", help="default: SRC itself, with --overwrite")
-    add_writing(parser)
 
 
 def run_upgrade(options: argparse.Namespace) -> int:
@@ -193,18 +134,6 @@ def _convert(options: argparse.Namespace, **more: Any) -> CheckpointState:
 # diff, verify, average
 
 
-def _add_diff(subparsers: Any) -> None:
-    parser = command(
-        subparsers, "diff", run_diff, "Show what differs between two checkpoints, and by how much. Exit code 1 when they differ."
-    )
-    parser.add_argument("a")
-    parser.add_argument("b")
-    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (default 0: bit for bit)")
-    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance")
-    parser.add_argument("--json", action="store_true", help="print a JSON document")
-    parser.add_argument("--html", metavar="FILE", help="write a page with the change of each tensor plotted, for a browser, instead")
-
-
 def run_diff(options: argparse.Namespace) -> int:
     if options.html:
         return pages.write_comparison(options)
@@ -230,15 +159,6 @@ def run_diff(options: argparse.Namespace) -> int:
         ]
         console().print(table(f"{len(report)} of {report.compared} differ", columns, rows, right=columns[2:]))
     return 0 if report.equal else 1
-
-
-def _add_verify(subparsers: Any) -> None:
-    parser = command(
-        subparsers, "verify", run_verify, "Check that checkpoints are whole and free of NaN and infinity. Exit code 1 when not."
-    )
-    parser.add_argument("paths", nargs="+", metavar="PATH")
-    parser.add_argument("--repair", action="store_true", help="complete a save that was interrupted between renaming its files")
-    parser.add_argument("--json", action="store_true", help="print a JSON document")
 
 
 def run_verify(options: argparse.Namespace) -> int:
@@ -269,18 +189,6 @@ def _must_exist(path: str) -> None:
         pass
 
 
-def _add_average(subparsers: Any) -> None:
-    parser = command(subparsers, "average", run_average, "Average checkpoints (federated averaging) in the memory of one model.")
-    parser.add_argument("paths", nargs="+", metavar="PATH")
-    parser.add_argument("-o", "--output", required=True, metavar="DST")
-    parser.add_argument(
-        "--weights", type=_parse_weights, metavar="W,W,...", help="e.g. the number of samples behind each; default: all equal"
-    )
-    parser.add_argument("--skip-bad", action="store_true", help="leave out checkpoints with NaN or infinite values (else refused)")
-    parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
-    add_writing(parser)
-
-
 def run_average(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.output)
     more = writing_options(options, target)
@@ -293,12 +201,6 @@ def run_average(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_demo(subparsers: Any) -> None:
-    parser = command(subparsers, "demo", run_demo, "Export, train with ORT, convert to PyTorch and safetensors and back, on built-in data.")
-    parser.add_argument("folder", nargs="?", help="where to leave the files; default: a temporary folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier demo left there")
-
-
 def run_demo(options: argparse.Namespace) -> int:
     from .demo import demo
 
@@ -309,13 +211,6 @@ def run_demo(options: argparse.Namespace) -> int:
     if options.folder:
         print_line(f"\nThe files are in {escaped(options.folder)}: try `torch-ort-ckpt inspect {escaped(options.folder)}/trained`.")
     return 0
-
-
-def _parse_weights(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 100,250,80") from error
 
 
 def _shortened(value: object, limit: int = 200) -> str:

@@ -25,9 +25,10 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from ..catalog import FORMATS
 from ..checkpoint.state import CheckpointState, OptimizerGroup
 from ..errors import CheckpointError, MissingDependencyError
-from ..formats import FORMATS, load, module, save
+from ..formats import load, module, save
 
 WORKS, ABSENT, PROBLEM = "works", "absent", "problem"
 

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from .output import console, print_json, print_line, table
-from .writing import command, escaped
-
-
-def add_doctor(subparsers: Any) -> None:
-    parser = command(
-        subparsers,
-        "doctor",
-        run_doctor,
-        "What works on this machine, what does not, and the command that fixes it. Exit code 1 on a problem.",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON document")
+from .writing import escaped
 
 
 def run_doctor(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,7 +15,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from ..errors import printable, without_controls
-from ..storage.files import Progress as Advance
+
+if TYPE_CHECKING:  # imports torch, which an error message can do without
+    from ..storage.files import Progress as Advance
 
 
 class _Console(Console):

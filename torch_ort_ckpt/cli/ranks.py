@@ -11,19 +11,10 @@ from typing import Any
 from ..checkpoint.partition import PartitionPlan, split
 from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError
-from ..formats import WRITABLE, detect, format_for, load, merge, module, save
+from ..formats import detect, format_for, load, merge, module, save
 from ..storage.files import PathLike
 from .output import print_line, progress_bar
-from .writing import add_writing, command, contents, escaped, size_of, writing_options
-
-
-def add_merge(subparsers: Any) -> None:
-    parser = command(subparsers, "merge", run_merge, "Merge the ranks of a distributed run (ZeRO, Megatron, pipeline) into one checkpoint.")
-    parser.add_argument("paths", nargs="+", metavar="RANKS... DST", help="rank files in any order, a folder of them, or a glob; then DST")
-    parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")
-    parser.add_argument("--stages", action="store_true", help="RANKS are pipeline stages in order, which do not say their place themselves")
-    parser.add_argument("--mixed-precision", action="store_true", help="write the half-precision aliases too")
-    add_writing(parser)
+from .writing import contents, escaped, size_of, writing_options
 
 
 def run_merge(options: argparse.Namespace) -> int:
@@ -46,22 +37,6 @@ def run_merge(options: argparse.Namespace) -> int:
         )
     print_line(f"{escaped(destination)}: {target}, {contents(state)}")
     return 0
-
-
-def add_split(subparsers: Any) -> None:
-    parser = command(
-        subparsers, "split", run_split, "Cut a checkpoint into the ranks of a distributed run, one file (or folder) each, in DST."
-    )
-    parser.add_argument("source", metavar="SRC", help="a checkpoint, or a rank set to be cut otherwise")
-    parser.add_argument("destination", metavar="DST", help="folder for the rank files: rank_0, rank_1, ... with the format's suffix")
-    parser.add_argument(
-        "--plan",
-        required=True,
-        metavar="JSON",
-        help='a file, or the text itself: {"data_parallel_size": 2, "horizontal_parallel_size": 2, "columns": [...], "rows": [...]}',
-    )
-    parser.add_argument("--to", choices=WRITABLE, help="format of the ranks (default: that of SRC, or ort where it can't be written)")
-    add_writing(parser)
 
 
 def run_split(options: argparse.Namespace) -> int:

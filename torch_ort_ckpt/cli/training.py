@@ -25,32 +25,12 @@ SAVED = "run.json"
 """The configuration of a run, kept in its checkpoint directory for `resume`."""
 
 
-def add_all(subparsers: Any) -> None:
-    train = subparsers.add_parser("train", help="Train artifacts as a configuration file says.", description=run_train.__doc__)
-    train.add_argument("config", help="YAML or JSON file")
-    train.add_argument("--steps", type=int, metavar="N", help="instead of runner.num_train_steps")
-    train.set_defaults(run=run_train)
-    resume = subparsers.add_parser("resume", help="Go on with a run from its newest checkpoint.", description=run_resume.__doc__)
-    resume.add_argument("directory", help="the run's checkpoints_dir")
-    resume.add_argument("--steps", type=int, metavar="N", help="train to this step instead of the configured one")
-    resume.set_defaults(run=run_resume)
-    listing = subparsers.add_parser("checkpoints", help="List a directory of checkpoints.", description=run_checkpoints.__doc__)
-    listing.add_argument("directory")
-    listing.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
-    listing.add_argument("--json", action="store_true", help="print a JSON document")
-    listing.set_defaults(run=run_checkpoints)
-
-
 def run_train(options: argparse.Namespace) -> int:
-    """Train artifacts. The file names them, the data (`module:function`, which returns the train loader or train and test loader) and the
-    runner's settings. Under torchrun it trains on all ranks. Where checkpoints exist already, it goes on from the newest. Exit code 143
-    when SIGTERM ended it, with everything saved."""
     content = read_config(options.config)
     return train(content, Path(options.config).resolve().parent, options.steps)
 
 
 def run_resume(options: argparse.Namespace) -> int:
-    """Go on with a run from its newest whole checkpoint, with the configuration it was started with."""
     saved = Path(options.directory) / SAVED
     if not saved.is_file():
         raise MissingFileError("no run was started here", path=saved, remedy="`train` writes this file.")
@@ -59,7 +39,6 @@ def run_resume(options: argparse.Namespace) -> int:
 
 
 def run_checkpoints(options: argparse.Namespace) -> int:
-    """List the entries of a checkpoint directory: steps, metrics, sizes and state. Exit code 1 when one is damaged."""
     from ..training.directory import list_entries
 
     if not Path(options.directory).is_dir():

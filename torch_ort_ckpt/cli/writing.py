@@ -1,4 +1,4 @@
-"""What the commands that write share: their options, and how they say what they did."""
+"""What the commands that write share: options of the formats, sizes for progress bars, and how they say what they did."""
 
 from __future__ import annotations
 
@@ -10,24 +10,6 @@ from rich.markup import escape
 
 from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, printable
-
-
-def command(subparsers: Any, name: str, run: Any, summary: str, **more: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **more)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def add_writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
-    parser.add_argument("--no-fsync", action="store_true", help="do not wait for the medium: faster, not safe against power loss")
-    parser.add_argument(
-        "--external-data", action=argparse.BooleanOptionalAction, default=None, help="ort: tensor data in DST.data (default: by size)"
-    )
-    parser.add_argument(
-        "--groups", choices=("single", "merge", "keep"), help="ort, pbseq: several optimizer groups: refuse, fold into one, or keep"
-    )
-    parser.add_argument("--max-shard-size", type=_parse_size, metavar="SIZE", help="safetensors: start a new file beyond this (e.g. 2GB)")
 
 
 def writing_options(options: argparse.Namespace, target: str) -> dict[str, Any]:
@@ -64,15 +46,3 @@ def escaped(text: str) -> str:
 
 def contents(state: CheckpointState) -> str:
     return escaped(repr(state).removeprefix("CheckpointState(").removesuffix(")"))
-
-
-def _parse_size(text: str) -> int:
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-    number = text.rstrip("KMGIBkmgib")
-    try:
-        size = int(float(number) * units[text[len(number) :].strip().upper()])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 2GiB") from error
-    if size <= 0:
-        raise argparse.ArgumentTypeError("a size must be positive")
-    return size

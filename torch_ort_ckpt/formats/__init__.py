@@ -27,6 +27,8 @@ from typing import Any, cast
 
 import torch
 
+from ..catalog import FORMATS as FORMATS
+from ..catalog import WRITABLE as WRITABLE
 from ..checkpoint.merging import merge_ranks
 from ..checkpoint.names import check_aliases
 from ..checkpoint.properties import WORLD_RANK
@@ -38,13 +40,7 @@ from ..storage.folders import surviving
 from .savable import check_savable
 from .soundness import check_loaded
 
-FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
-"""Names of all formats, in the order in which `detect` asks them."""
-
 _MODULES = {name: f".legacy.{name}" if name in ("runner", "pbseq", "ortcp", "ortpt") else f".{name}.checkpoint" for name in FORMATS}
-
-WRITABLE: tuple[str, ...] = tuple(name for name in FORMATS if name != "ortpt")
-"""Those that can be written as well."""
 
 _INDEX = ".index.json"
 """What the index of a sharded `<name>.safetensors` is called: `<name>.safetensors.index.json`."""
