@@ -45,7 +45,7 @@ def _available(device: torch.device) -> None:
 
 
 def provider_options(device: torch.device, stream: int, chosen: Mapping[str, Any]) -> dict[str, str]:
-    """Options of the CUDA provider: the device, and PyTorch's stream so that ORT's work is queued after PyTorch's without synchronization."""
+    """Options of the CUDA provider: the device, and PyTorch's stream so that ORT's work is queued after PyTorch's without a sync."""
     options = {"device_id": str(device.index or 0), "user_compute_stream": str(stream), "cudnn_conv_algo_search": "HEURISTIC"}
     return options | {key: str(value) for key, value in chosen.items()}
 
