@@ -287,6 +287,6 @@ def skipped(run: Path, stays: bool = False) -> None:
         assert main(["checkpoints", str(run), *more]) == 1
     manager = toc.CheckpointManager(run, max_num_checkpoints=1, durable=False)
     assert [entry.problem is None for entry in manager.list()] == [True, False]
-    with pytest.warns(toc.CheckpointWarning, match="checkpoint_2 stays") if stays else contextlib.nullcontext():
+    with pytest.warns(toc.CheckpointWarning, match="checkpoint_2 is kept") if stays else contextlib.nullcontext():
         manager.save(3, plain().model)
     assert {place.name for place in run.iterdir()} == ({"checkpoint_2", "checkpoint_3"} if stays else {"checkpoint_3"})

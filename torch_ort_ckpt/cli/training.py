@@ -43,14 +43,14 @@ def add_all(subparsers: Any) -> None:
 
 def run_train(options: argparse.Namespace) -> int:
     """Train artifacts. The file names them, the data (`module:function`, which returns the train loader or train and test loader) and the
-    runner's settings. Under torchrun it trains on all ranks. Where checkpoints exist already, it goes on from the newest. Exit code 143
+    runner's settings. Under torchrun it trains on all ranks. If checkpoints exist, it resumes from the newest. Exit code 143
     when SIGTERM ended it, with everything saved."""
     content = read_config(options.config)
     return train(content, Path(options.config).resolve().parent, options.steps)
 
 
 def run_resume(options: argparse.Namespace) -> int:
-    """Go on with a run from its newest whole checkpoint, with the configuration it was started with."""
+    """Resume a run from its newest complete checkpoint, with the configuration it was started with."""
     saved = Path(options.directory) / SAVED
     if not saved.is_file():
         raise MissingFileError("no run was started here", path=saved, remedy="`train` writes this file.")
@@ -204,7 +204,7 @@ def _data(name: str, arguments: Mapping[str, Any], folder: Path) -> tuple[Any, .
     try:
         make = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
-        raise CheckpointError(f"can't be imported ({error})", field="data", remedy=f"Put {module}.py beside the file.") from error
+        raise CheckpointError(f"can't be imported ({error})", field="data", remedy=f"Put {module}.py next to the file.") from error
     if not callable(make):
         raise CheckpointError(f"{module} has no function {function}", field="data", remedy=f"Define it in {module}, or name another.")
     try:

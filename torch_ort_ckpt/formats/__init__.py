@@ -78,7 +78,7 @@ def _detect(path: PathLike) -> str:
         if stat.S_ISREG(mode) and not place.stat().st_size
         else "not a checkpoint in any known format",
         path=path,
-        remedy=f"If you know better, say so (format=; --from, --format on the command line): one of {', '.join(FORMATS)}.",
+        remedy=f"Pass the format explicitly (format=; --from, --format on the command line): one of {', '.join(FORMATS)}.",
     )
 
 
@@ -114,7 +114,7 @@ def merge(
     mmap: bool = True,
     **options: Any,
 ) -> CheckpointState:
-    """One state from all ranks of a partitioned set (ZeRO, Megatron, pipeline stages), in any order, with the memory of one rank besides.
+    """One state from all ranks of a partitioned set (ZeRO, Megatron, pipeline stages), in any order, with one rank in memory at a time.
 
     Ranks know their place. `stages=True` is for pipeline stages that do not: they are taken in the order given. A single path is a folder
     or a glob of all of them.
@@ -182,7 +182,7 @@ def save(
 
 
 def exists(path: PathLike) -> bool:
-    """Whether a checkpoint, or anything else, is there: also as shards with an index, or in a folder whose save was cut short."""
+    """Whether a checkpoint, or anything else, is there: also as shards with an index, or in a folder whose save was interrupted."""
     return os.path.lexists(_found(path, quiet=True))
 
 
@@ -216,7 +216,7 @@ def module(name: str) -> ModuleType:
 
 
 def _found(path: PathLike, *, quiet: bool = False) -> Path:
-    """Where the checkpoint at `path` is: there, in a folder whose save was cut short, or under the other name of a safetensors file: the
+    """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, or under the other name of a safetensors file: the
     index of its shards, and the other way round."""
     place = surviving(path, quiet=quiet)
     single = os.fspath(place).removesuffix(_INDEX)
@@ -265,7 +265,7 @@ def _members(folder: Path) -> list[tuple[Path, str]]:
     if not os.path.isdir(folder):
         return []
     places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
-    found = [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
+    found = [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model next to them is not a rank
     return [(place, kind) for place, kind in found if not getattr(module(kind), "is_part", _never)(place)]
 
 

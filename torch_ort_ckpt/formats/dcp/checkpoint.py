@@ -81,7 +81,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             raise save_error(cause, path) from error
         raise CheckpointError(f"can't be written ({error}); what was there before is untouched", path=path) from error
     if not alone:
-        dist.barrier()  # nobody goes on before the first rank has put the folder in place
+        dist.barrier()  # all ranks wait until the first one has renamed the folder into place
     if progress:
         progress(sum(nbytes(value) for value in content.values()))
 
@@ -110,7 +110,7 @@ def owns(name: str) -> bool:
 
 
 def repair(path: Path) -> bool:
-    """Finish a save that was cut short between its two renames."""
+    """Finish a save that was interrupted between its two renames."""
     return folders.repair(path)
 
 
@@ -225,7 +225,7 @@ class _Files:
             )
 
     def tensor(self, chunk: Chunk, name: str) -> torch.Tensor:
-        """A chunk's tensor, in memory of its own: archives lie at any position in these files, so their data can't be mapped."""
+        """A chunk's tensor, in memory of its own: archives may start at any offset in these files, so their data can't be mapped."""
         assert chunk.place is not None
         buffer = self.file(chunk.place.file)
         return load_tensor(buffer, chunk.place.start, chunk.place.end, name).resolve_conj().resolve_neg()

@@ -205,7 +205,7 @@ class _File:
         return name, int.from_bytes(self.sized(content, position + 8, where)[position:], "little")
 
     def refuse_dense(self, content: bytes, where: str) -> None:
-        """Many links with such names lie in a heap of their own, which only libhdf5 knows its way in."""
+        """Many links with such names are in a heap of their own, which only libhdf5 can read."""
         if not content:
             return
         position = 2 + 8 * (self.sized(content, 2, where)[1] & 1)

@@ -364,7 +364,7 @@ class _Plan:
                 f"ORT has no element type {short_name(value.dtype)}", path=self.path, field=f"{where}/{name}", remedy="Convert it first."
             )
         fields.append(Field(3, "int32", number))
-        if nominal:  # ORT wants the vector of bytes, empty
+        if nominal:  # ORT requires the vector of bytes, even if empty
             return [*fields, Field(2, "int64s", ()), Field(4, "blob", Blob(0, torch.empty(0, dtype=value.dtype)))]
         fields.append(Field(2, "int64s", tuple(value.shape)))
         if value.is_meta:
