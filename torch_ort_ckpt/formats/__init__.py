@@ -2,7 +2,7 @@
 
 A format module has
 
-- `matches(path) -> bool`: does this file or folder look like mine? Cheap, by content; imports nothing optional.
+- `matches(path) -> bool`: whether the file or folder is in this format. Cheap, by content; imports nothing optional.
 - `read(path, *, mmap, **options) -> CheckpointState`
 - `write(state, path, *, durable, progress, **options) -> None`: the state is already reduced to what the caller asked for
   (`include_optimizer`, `include_mixed_precision`). Read-only formats have none.
@@ -36,7 +36,7 @@ from .savable import check_savable
 from .soundness import check_loaded
 
 FORMATS: tuple[str, ...] = ("ort", "safetensors", "runner", "pbseq", "ortcp", "ortpt", "torch", "onnx", "dcp")
-"""Names of all formats, in the order in which `detect` asks them."""
+"""Names of all formats, in the order in which `detect` tries them."""
 
 _MODULES = {name: f".legacy.{name}" if name in ("runner", "pbseq", "ortcp", "ortpt") else f".{name}.checkpoint" for name in FORMATS}
 
@@ -88,7 +88,7 @@ def load(
     """Read a checkpoint of any format. A list, a folder or a glob of rank files is read as one state (see `merge`).
 
     With `mmap=True` tensors alias the mapped file copy-on-write: nothing is read until touched, the file never changes, and a file that
-    is renamed or deleted keeps serving. A file that another program overwrites *in place* (ORT does) does not: use `mmap=False` then.
+    is renamed or deleted stays readable. If another program overwrites the file *in place* (as ORT does), use `mmap=False`.
     `strict=True` turns a half-precision alias that disagrees with its master into an error. Other options belong to the format.
     """
     with readable(path):
@@ -116,7 +116,7 @@ def merge(
 ) -> CheckpointState:
     """One state from all ranks of a partitioned set (ZeRO, Megatron, pipeline stages), in any order, with one rank in memory at a time.
 
-    Ranks know their place. `stages=True` is for pipeline stages that do not: they are taken in the order given. A single path is a folder
+    Ranks contain their position. `stages=True` is for pipeline stages that do not: they keep the order given. A single path is a folder
     or a glob of all of them.
     """
     if not isinstance(states_or_paths, Sequence) or isinstance(states_or_paths, (str, bytes, bytearray)):
@@ -147,7 +147,7 @@ def save(
     progress: Progress | None = None,
     **options: Any,
 ) -> None:
-    """Write a checkpoint: atomically (the old file or the new one, never a mixture) and, with `durable`, synced to the medium.
+    """Write a checkpoint: atomically (the old file or the new one, never a mixture) and, with `durable`, synced to disk.
 
     The format follows the suffix of `path` unless given; without a suffix it is `ort`, and an unknown one is an error.
     Half-precision aliases are left out unless `include_mixed_precision`; one that disagrees with its master is written as the master
@@ -187,7 +187,7 @@ def exists(path: PathLike) -> bool:
 
 
 def format_for(path: PathLike) -> str:
-    """The format a destination's name asks for; `ort` (whose files have no suffix) where it has no suffix."""
+    """The format for a destination's name; `ort` (whose files have no suffix) if it has no suffix."""
     text = os.fspath(as_path(path)).rstrip("/\\")
     if "." not in os.path.basename(text):
         return "ort"

@@ -1,6 +1,6 @@
 """`onnx.TensorProto` messages in delimited sequences, read in place and written as a stream.
 
-A `.pbseq` file is a varint count, then per message a varint length and the message. Nothing is trusted: every length is checked against the
+A `.pbseq` file is a varint count, then per message a varint length and the message. Every length is checked against the
 bytes that are there before anything is allocated. `raw_data` (and packed floats) become tensors that alias the mapped file; protobuf's own
 parser would copy them, and stops at 2 GiB per message.
 """

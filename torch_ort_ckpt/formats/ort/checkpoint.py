@@ -48,7 +48,7 @@ def matches(path: Path) -> bool:
 
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
-    """Read a checkpoint file and, where it says so, its sidecar."""
+    """Read a checkpoint file and, if it refers to one, its sidecar."""
     return extras.unpack(_as_written(path, mmap), path)
 
 
@@ -66,7 +66,7 @@ def _as_written(path: Path, mmap: bool) -> CheckpointState:
             try:
                 return _read(path, _Source(path, buffer, reader, mmap))
             except CheckpointError:
-                if not buffer.replaced():  # else a writer took the data away in between: the next one's is there
+                if not buffer.replaced():  # else a writer replaced the data in between: try the new one
                     raise
     raise CheckpointError("replaced again and again while being read", path=path)
 
