@@ -124,7 +124,7 @@ def outcome(
 def judged(path: Path, variant: str, old: toc.CheckpointState, new: toc.CheckpointState, told: str | None, before: set[str]) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was cut short"
+            warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was interrupted"
             found = toc.load(path, mmap=False)
     except toc.CheckpointError as error:
         return f"lost: {error} (the save said: {told})"

@@ -1,4 +1,4 @@
-"""Element types: ONNX numbers (as stored in every ORT checkpoint) and their PyTorch equals."""
+"""Element types: ONNX numbers (as stored in every ORT checkpoint) and their PyTorch equivalents."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class TestMixedPrecision:
         assert state.stale_aliases() == []
         state.trainable["w"].add_(1)
         assert state.stale_aliases() == ["w"]
-        with pytest.raises(CheckpointError, match="not what their masters round to"):
+        with pytest.raises(CheckpointError, match="differ from their rounded masters"):
             check_aliases(state)
         assert state.refresh_mixed_precision() == ["w"]
         check_aliases(state)

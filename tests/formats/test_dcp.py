@@ -112,7 +112,7 @@ def test_damage_is_an_error_that_names_the_place(damage: str, tmp_path: Path) ->
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(toc.CheckpointError, match="other files than a checkpoint"):
+    with pytest.raises(toc.CheckpointError, match="files that are not part of a checkpoint"):
         toc.save(toc.CheckpointState({"w": torch.ones(2)}), tmp_path / "mine", format="dcp")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
     assert [place.name for place in tmp_path.iterdir()] == ["mine"]

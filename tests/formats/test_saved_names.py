@@ -147,7 +147,7 @@ def test_one_form_replaces_the_other(first: dict[str, Any], tmp_path: Path) -> N
     assert len([name for name in os.listdir(tmp_path) if "-of-" in name]) == (6 if first else 0)
 
 
-@pytest.mark.filterwarnings("ignore::torch_ort_ckpt.CheckpointWarning")  # "the last save was cut short"
+@pytest.mark.filterwarnings("ignore::torch_ort_ckpt.CheckpointWarning")  # "the last save was interrupted"
 def test_a_single_file_that_can_not_be_removed_stays_and_counts(tmp_path: Path) -> None:
     """Shards over a single file: as long as that is there it is the checkpoint, and the save has failed."""
     path = tmp_path / "m.safetensors"

@@ -184,7 +184,7 @@ def test_repair_takes_only_the_right_data(tmp_path: Path) -> None:
     assert not sidecar.repair(path)
     refused(path, "belongs to another save|missing")
     waiting.write_bytes(good)
-    with pytest.warns(toc.CheckpointWarning, match="cut short"):
+    with pytest.warns(toc.CheckpointWarning, match="interrupted"):
         assert toc.load(path).trainable["w"].sum() == 9
     assert sidecar.repair(path)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "checkpoint.data"]

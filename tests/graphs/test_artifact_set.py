@@ -32,7 +32,7 @@ def content(folder: Path) -> dict[str, str]:
 def test_existing_artifacts_are_replaced_only_on_request(tmp_path: Path) -> None:
     write(tmp_path, "old")
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(toc.CheckpointError, match=r"holds artifacts already \(checkpoint, eval_model.onnx"):
+    with pytest.raises(toc.CheckpointError, match=r"already holds artifacts \(checkpoint, eval_model.onnx"):
         write(tmp_path, "new")
     assert set(content(tmp_path).values()) == {"old", "mine"}
     write(tmp_path, "new", FILES[:2], overwrite=True)

@@ -70,7 +70,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "checkpoint (the parameters' values)" in missing
     assert [spec.name for spec in artifacts.inputs] == ["x", "labels"]  # by ORT's order of inputs
     assert "missing" in artifacts.describe()
-    with pytest.raises(toc.CheckpointError, match="no checkpoint beside the models"):
+    with pytest.raises(toc.CheckpointError, match="no checkpoint next to the models"):
         _ = artifacts.state
     with pytest.raises(toc.CheckpointError, match="no optimizer_model"):
         _ = artifacts.optimizer_spec

@@ -164,7 +164,7 @@ def test_frozen_parameters_by_pattern(tmp_path: Path) -> None:
     model(*batch("mlp")).backward()
     assert model.fc1.weight.grad is None
     assert model.fc2.weight.grad is not None
-    with pytest.raises(toc.CheckpointError, match="fits no parameter"):
+    with pytest.raises(toc.CheckpointError, match="matches no parameter"):
         make(tmp_path, frozen=["encoder.*"])
 
 

@@ -120,7 +120,7 @@ def test_half_precision_aliases_follow_their_masters(session: toc.TrainingSessio
     assert torch.equal(mixed.get_state_tensors()["fc1.weight_fp16"], weight.half())
     mixed.set_state_tensors({"fc1.weight_fp16": (weight * 2).half()})
     assert torch.equal(mixed.model.fc1.weight, (weight * 2).half().float())
-    with pytest.raises(toc.CheckpointError, match="rounds to"):
+    with pytest.raises(toc.CheckpointError, match="rounded to"):
         mixed.set_state_tensors({"fc1.weight": weight, "fc1.weight_fp16": weight.half() + 1})
     assert torch.equal(mixed.model.fc1.weight, (weight * 2).half().float())
     assert torch.equal(mixed.get_model_state(include_mixed_precision=True)["mixed_precision"]["fc1.weight"], (weight * 2).half())

@@ -56,7 +56,7 @@ def killed_at_every_step(
 def is_new(path: Path) -> bool:
     """Whether the new state is there, bit for bit; fails unless it or the old one is, with and without repair."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was cut short"
+        warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was interrupted"
         found = toc.load(path)
     assert found in (old(), new())
     sidecar.repair(path)
@@ -160,7 +160,7 @@ def assert_never_mixed(
 
     def check(path: Path) -> bool:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was cut short"
+            warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was interrupted"
             found = toc.load(path, mmap=False)
             assert found in (first, second)
             assert toc.verify(path, repair=True)
@@ -183,9 +183,9 @@ def test_repair_keeps_a_set_that_an_older_version_left_beside_another_of_the_sam
     data = Path(f"{path}.data").read_bytes()
     other = data[:64][::-1] + data[64:]
     Path(f"{path}.data.{identity}").write_bytes(other)
-    with pytest.warns(toc.CheckpointWarning, match="both say that they belong to it, and differ"):
+    with pytest.warns(toc.CheckpointWarning, match="both claim to belong to it, but differ"):
         assert not toc.verify(path, repair=True).repaired
-    with pytest.warns(toc.CheckpointWarning, match="both say"):
+    with pytest.warns(toc.CheckpointWarning, match="both claim"):
         assert toc.load(path) == shuffled()
     Path(f"{path}.data.{identity}").write_bytes(data)  # the same bytes: nothing to warn of, and repair clears it away
     assert toc.load(path) == shuffled()

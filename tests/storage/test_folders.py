@@ -22,7 +22,7 @@ NEVER = 1 << 30
 def is_new(path: Path) -> bool:
     """Whether the new state is there; fails unless it or the old one is, with and without repair."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was cut short"
+        warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was interrupted"
         found = toc.load(path)
     assert found in (old(), new())
     folders.repair(path)
@@ -64,7 +64,7 @@ def interrupted(path: Path) -> None:
 
 def test_an_interrupted_save_is_read_with_a_warning_and_repaired_by_verify(tmp_path: Path) -> None:
     interrupted(tmp_path / "checkpoint")
-    with pytest.warns(toc.CheckpointWarning, match="cut short"):
+    with pytest.warns(toc.CheckpointWarning, match="interrupted"):
         assert toc.load(tmp_path / "checkpoint") == new()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", toc.CheckpointWarning)
@@ -112,7 +112,7 @@ def test_a_folder_with_other_things_in_it_is_never_replaced(tmp_path: Path) -> N
 
 def test_a_file_in_the_way_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_text("mine")
-    with pytest.raises(toc.CheckpointError, match="in the way"):
+    with pytest.raises(toc.CheckpointError, match="a file exists where"):
         toc.save(new(), tmp_path / "checkpoint", format="pbseq")
     assert (tmp_path / "checkpoint").read_text() == "mine"
 

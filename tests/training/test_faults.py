@@ -92,7 +92,7 @@ def test_a_full_disk_is_said_and_leaves_earlier_entries_whole(tmp_path: Path) ->
     assert "No space left on device" in found["message"]
     assert found["whole"] == list(range(1, found["saved"] + 1))
     assert found["leftovers"] == []
-    assert "training goes on" in found["warned"][0]
+    assert "training continues" in found["warned"][0]
     assert found["goes on"]
 
 
@@ -104,7 +104,7 @@ def test_missing_rights_are_said_and_leave_earlier_entries_whole() -> None:
     assert "Permission denied" in found["message"]
     assert (found["whole"], found["files"]) == ([1], ["checkpoint_1"])
     assert "Permission denied" in found["warned"][0]
-    assert "training goes on" in found["warned"][0]
+    assert "training continues" in found["warned"][0]
 
 
 @pytest.mark.parametrize("steps", [300, pytest.param(5000, marks=pytest.mark.soak)])

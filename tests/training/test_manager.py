@@ -274,7 +274,7 @@ def test_a_run_may_go_on_without_the_save(tmp_path: Path) -> None:
     manager = toc.CheckpointManager(tmp_path / "m", on_error="warn")
     (tmp_path / "m").rmdir()
     setup = plain()
-    with pytest.warns(toc.CheckpointWarning, match="training goes on"):
+    with pytest.warns(toc.CheckpointWarning, match="training continues"):
         assert manager.save(1, setup.model, setup.optimizer) is None
 
 

@@ -84,7 +84,7 @@ def test_bytes_that_changed_places_are_noticed(damage: Callable[[bytes], bytes],
     changed = data[:start] + damage(data[start:])
     assert changed != data
     path.write_bytes(changed)
-    with pytest.raises(toc.CheckpointError, match="not those that were written"):
+    with pytest.raises(toc.CheckpointError, match="checksum does not match the manifest"):
         manager.list()[0].verify()
 
 
@@ -127,7 +127,7 @@ def test_a_renamed_entry_does_not_resume_as_another_step(run: Path) -> None:
     assert "it holds step 2" in str(entry.problem)
     assert resumed(run, skipped=True).step == 1
     manager, setup = toc.CheckpointManager(run, max_num_checkpoints=1), plain()
-    with pytest.warns(toc.CheckpointWarning, match=r"checkpoint_6 stays where it is: .* not under this name"):
+    with pytest.warns(toc.CheckpointWarning, match=r"checkpoint_6 is kept: .* not under this name"):
         manager.save(7, setup.model)
     assert {place.name for place in run.iterdir()} == {"checkpoint_6", "checkpoint_7"}
     with pytest.raises(toc.CheckpointError, match="in the way"):
@@ -287,6 +287,6 @@ def skipped(run: Path, stays: bool = False) -> None:
         assert main(["checkpoints", str(run), *more]) == 1
     manager = toc.CheckpointManager(run, max_num_checkpoints=1, durable=False)
     assert [entry.problem is None for entry in manager.list()] == [True, False]
-    with pytest.warns(toc.CheckpointWarning, match="checkpoint_2 stays") if stays else contextlib.nullcontext():
+    with pytest.warns(toc.CheckpointWarning, match="checkpoint_2 is kept") if stays else contextlib.nullcontext():
         manager.save(3, plain().model)
     assert {place.name for place in run.iterdir()} == ({"checkpoint_2", "checkpoint_3"} if stays else {"checkpoint_3"})

@@ -123,7 +123,7 @@ def test_what_was_set_aside_comes_back_when_its_successor_did_not_arrive(tmp_pat
 def test_rotation_leaves_a_users_folder(tmp_path: Path) -> None:
     users(tmp_path / "checkpoint_1")
     manager = toc.CheckpointManager(tmp_path, max_num_checkpoints=1, durable=False)
-    with pytest.warns(toc.CheckpointWarning, match="checkpoint_1 stays where it is"):
+    with pytest.warns(toc.CheckpointWarning, match="checkpoint_1 is kept"):
         manager.save(2, MODEL)
     manager.save(3, MODEL)  # said once
     assert files_of(tmp_path) == {"checkpoint_1", "checkpoint_3"}
@@ -133,7 +133,7 @@ def test_rotation_leaves_a_users_folder(tmp_path: Path) -> None:
 def test_rotation_leaves_an_entry_that_a_user_put_something_into(tmp_path: Path) -> None:
     manager = saved(tmp_path, 1, max_num_checkpoints=1)
     (tmp_path / "checkpoint_1" / "notes.txt").write_text("mine")
-    with pytest.warns(toc.CheckpointWarning, match=r"other files than a checkpoint's \(notes.txt\)"):
+    with pytest.warns(toc.CheckpointWarning, match=r"files that are not part of a checkpoint \(notes.txt\)"):
         manager.save(2, MODEL)
     assert (tmp_path / "checkpoint_1" / "notes.txt").read_text() == "mine"
     read_entry(tmp_path / "checkpoint_1").verify()
@@ -218,7 +218,7 @@ def test_lightning_removes_checkpoints_only(tmp_path: Path) -> None:
     (tmp_path / "b.ckpt").write_text("a checkpoint of Lightning's own")
     for name in ("a.ckpt", "b.ckpt", "missing.ckpt"):
         io.remove_checkpoint(str(tmp_path / name))
-    with pytest.warns(toc.CheckpointWarning, match="mine stays where it is"):
+    with pytest.warns(toc.CheckpointWarning, match="mine is kept"):
         io.remove_checkpoint(str(users(tmp_path / "mine")))
     assert files_of(tmp_path) == {"mine"}
     assert files_of(tmp_path / "mine") == {"thesis.txt"}

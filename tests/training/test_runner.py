@@ -222,7 +222,7 @@ def test_a_failing_loader_worker_raises_here() -> None:
     ("settings", "message"),
     [
         ({"num_train_steps": 0}, "num_train_steps"),
-        ({"num_train_steps": 10, "gradient_accumulation_steps": 3}, "no multiple"),
+        ({"num_train_steps": 10, "gradient_accumulation_steps": 3}, "not a multiple"),
         ({"num_train_steps": 4, "checkpoint_period": 2}, "checkpoints_dir"),
         ({"num_train_steps": 4, "loss_scale": "often"}, "loss_scale"),
         ({"num_train_steps": 4, "loss_scale": -1.0}, "loss_scale"),

@@ -36,7 +36,7 @@ def to_state_dict(
     """The parameters as `nn.Module.load_state_dict` takes them.
 
     `dtype` converts floating-point tensors (using a weight's own half-precision alias where it fits). `upcast_half` turns weights that
-    exist only as `<w>_fp16` into fp32 `<w>`, with a warning that names them. String tensors have no place here: a warning names them.
+    exist only as `<w>_fp16` into fp32 `<w>`, with a warning that names them. String tensors are skipped with a warning that names them.
     """
     state.require_values()
     names = names or NameMap.identity()
@@ -55,7 +55,7 @@ def to_state_dict(
 
 
 def weight_as(state: CheckpointState, name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A weight in another precision if it is floating-point; its own half-precision alias where that is what is asked for."""
+    """A weight in another precision if it is floating-point; its own half-precision alias if that has the requested type."""
     if dtype is None or not value.is_floating_point() or value.dtype == dtype:
         return value
     alias = state.mixed_precision.get(name)
@@ -63,7 +63,7 @@ def weight_as(state: CheckpointState, name: str, value: torch.Tensor, dtype: tor
 
 
 class HasOptimizerSpec(Protocol):
-    """`Artifacts`, as far as they matter here."""
+    """The part of `Artifacts` that is used here."""
 
     @property
     def optimizer_spec(self) -> OptimizerSpec: ...
@@ -79,12 +79,12 @@ def to_optimizer_state_dict(
 ) -> dict[str, Any]:
     """A state dict for `optimizer.load_state_dict`.
 
-    Give the optimizer (its groups are filled; `module=` names its parameters unless it was built from `named_parameters()` or already
-    holds the state's values) or just the module (one group with `param_names`, AdamW or SGD as the moments say).
+    Pass the optimizer (its groups are filled; `module=` names its parameters unless it was built from `named_parameters()` or already
+    holds the state's values) or just the module (one group with `param_names`, AdamW or SGD depending on the moments).
 
-    Hyper-parameters that the state has win over the optimizer's, as in PyTorch. ORT's own files have none: they come from the optimizer
+    Hyper-parameters of the state override the optimizer's, as in PyTorch. ORT's own files have none: they come from the optimizer
     graph of `artifacts` (an `OrtModule` brings its own), and without it a warning names those of the optimizer that ORT's default differs
-    from. What the graph does and `torch.optim` does not (`adam_mode=1`) is a warning too.
+    from. What `torch.optim` does not support (`adam_mode=1`) is a warning too.
     """
     spec = artifacts.optimizer_spec if artifacts is not None else _spec_of(module, optimizer_or_module)
     if isinstance(optimizer_or_module, Optimizer):
@@ -141,7 +141,7 @@ def _spec_of(*candidates: object) -> OptimizerSpec | None:
 
 
 def _check_kind(members: list[dict[str, Value]], kind: str, optimizer: Optimizer | None) -> None:
-    """Adam has two moments, SGD at most one: the one is no part of the other."""
+    """Raise for moments of another optimizer: Adam has two, SGD at most one."""
     pairs = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam))
     for moments in members:
         if kind == "sgd" and "momentum1" in moments:
@@ -160,7 +160,7 @@ def _other_kind(theirs: str, optimizer: Optimizer | None, kind: str) -> Unsuppor
 
 
 def _warn_of_differences(param_groups: list[dict[str, Any]], sources: list[OptimizerGroup | None], spec: OptimizerSpec | None) -> None:
-    """Name what was neither in the checkpoint nor in the artifacts, and what `torch.optim` does in another way."""
+    """Warn about what neither the checkpoint nor the artifacts contain, and what `torch.optim` does differently."""
     usual = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
     unknown = spec is None or not spec.known
     for filled, source in zip(param_groups, sources, strict=True):
@@ -207,7 +207,7 @@ def _torch_moments(
 ) -> dict[str, Any]:
     moments = dict(group.states[name])
     step = float(moments.pop("step", group.step))
-    count = torch.tensor(step, dtype=torch.float32 if abs(step) < 1 << 24 else torch.float64)  # float32, PyTorch's choice, ends there
+    count = torch.tensor(step, dtype=torch.float32 if abs(step) < 1 << 24 else torch.float64)  # float32 is exact up to there
     if kind == "sgd":
         if not hyperparameters.get("momentum"):
             moments.pop("momentum0", None)  # ORT keeps a buffer of zeros even for plain SGD
@@ -246,7 +246,7 @@ def _named_groups(optimizer: Optimizer, module: nn.Module | None, state: Checkpo
     found = NameMap.match(CheckpointState(dict(state.trainable)), parameters)
     if found.unmatched_torch:
         raise CheckpointError(
-            f"{len(found.unmatched_torch)} of the optimizer's parameters have no name that could be found",
+            f"{len(found.unmatched_torch)} of the optimizer's parameters could not be matched to a name",
             field="optimizer",
             remedy="Pass module=, or build the optimizer from module.named_parameters().",
         )
@@ -385,7 +385,7 @@ def _check_complete(found: Mapping[str, Value], like: CheckpointState) -> None:
         raise CheckpointError(
             f"nothing found for {len(missing)} weights of `like`: {', '.join(missing[:5])}",
             field=missing[0],
-            remedy="Pass names= to say which.",
+            remedy="Pass names= to map them.",
         )
     for name, value in wanted.items():
         if not (like.nominal or found[name].shape == value.shape):

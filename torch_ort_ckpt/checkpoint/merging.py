@@ -1,7 +1,7 @@
 """Merging the ranks of a partitioned set into one state, in the memory of the merged model plus one rank.
 
-Two passes over the ranks. The first only looks at shapes: it checks that the set is complete and from one run, and works out where each
-piece goes. The second copies pieces to their places and holds replicas against each other. ORT's own aggregation joined the flat ZeRO
+Two passes over the ranks. The first reads only shapes: it checks that the set is complete and from one run, and determines where each
+piece goes. The second copies pieces to their places and compares replicas. ORT's own aggregation joined the flat ZeRO
 pieces of a weight cut by columns before undoing that cut, which scrambled it; here each piece goes to the rows it came from.
 """
 
@@ -31,7 +31,7 @@ _SAME = (names.STEP, names.WEIGHT_UPDATE_STEP, names.ROUND, names.OPTIMIZER_NAME
 def merge_ranks(sources: Sequence[Source], labels: Sequence[str], *, stages: bool = False) -> CheckpointState:
     """One state from all ranks of a set, given in any order as functions that open them (each is called twice).
 
-    With `stages`, the states are pipeline stages in order that say nothing about their place.
+    With `stages`, the states are pipeline stages in order, without properties for their rank.
     """
     if not sources:
         raise CheckpointError("no ranks to merge", remedy="Give at least one rank file.")
@@ -153,7 +153,7 @@ class _Survey:
         return sorted(range(len(self.places)), key=lambda index: self.places[index].rank)
 
     def _settle(self, key: Label, seen: _Seen) -> None:
-        """Decide the tensor's whole shape, and where each piece goes."""
+        """Determine the tensor's full shape, and where each piece goes."""
         name = _weight(key)
         weight = self.weights.get(name)
         if () in seen.pieces.values() and (key[0] == "moment" or weight is None):
@@ -281,10 +281,10 @@ class _Result:
 
     def _add_alias(self, state: CheckpointState, name: str, alias: torch.Tensor) -> None:
         master = self.values.get(("weight", name))
-        if master is None:  # in a whole state, nothing to be an alias of
+        if master is None:  # a whole state has no master for it
             state.frozen[alias_name(name, alias)] = alias
         elif is_string(master) or master.shape != alias.shape or master.element_size() < 4 or not master.is_floating_point():
-            raise self.survey.error(f"is no master of a half-precision alias of shape {tuple(alias.shape)}", name)
+            raise self.survey.error(f"can't be the master of a half-precision alias of shape {tuple(alias.shape)}", name)
         else:
             state.mixed_precision[name] = alias
 

@@ -21,7 +21,7 @@ from .state import CheckpointState, Value, alias_name, is_string, same_tensor, s
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a PyTorch weight lives in the ORT state; `transpose` when the two are each other's transpose."""
+    """The ORT name of a PyTorch weight; `transpose` if one is the transpose of the other."""
 
     ort: str
     transpose: bool = False
@@ -31,8 +31,8 @@ class Entry:
 class NameMap:
     """PyTorch name -> `Entry`. Several PyTorch names may share one ORT name: tied weights stay tied.
 
-    Names without an entry keep their name. `how` says what each match rests on (name, shape or value); the two `unmatched` tuples are
-    what `match` could not settle.
+    Names without an entry keep their name. `how` is the basis of each match (name, shape or value); the two `unmatched` tuples are
+    what `match` could not match.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class NameMap:
         return self._owners.get(ort, [(ort, False)])
 
     def to_ort(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
-        """PyTorch-named tensors under their ORT names; of tied ones the first speaks for all."""
+        """PyTorch-named tensors under their ORT names; of tied ones the first name wins."""
         result: dict[str, Value] = {}
         for name, value in tensors.items():
             entry = self.entries.get(name, Entry(name))
@@ -113,7 +113,7 @@ def transposed(value: Value, name: str) -> Value:
 
 
 def plain_name(name: str) -> str:
-    """The name without what `DataParallel`, DDP and `torch.compile` put before it."""
+    """The name without the prefixes of `DataParallel`, DDP and `torch.compile`."""
     name = name.replace("_orig_mod.", "")
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -121,7 +121,7 @@ def plain_name(name: str) -> str:
 
 
 class _Matcher:
-    """The three rounds of `NameMap.match`; each settles what it can and leaves the rest to the next."""
+    """The three rounds of `NameMap.match`; each matches what it can and leaves the rest to the next."""
 
     def __init__(self, state: CheckpointState, module: nn.Module | Mapping[str, torch.Tensor]) -> None:
         tensors = module.state_dict(keep_vars=True) if isinstance(module, nn.Module) else module
@@ -188,7 +188,7 @@ class _Matcher:
                 self.accept(first, *options[0], "value")
 
     def orientations(self, ort: str, torch_name: str) -> list[bool]:
-        """Which of straight (False) and transposed (True) the shapes allow."""
+        """Whether the shapes allow not transposed (False), transposed (True), or both."""
         a, b = self.ort[ort], self.torch[torch_name]
         if a.is_meta and a.ndim == 0:  # nominal: the shape is not known
             return [False]
@@ -201,7 +201,7 @@ class _Matcher:
         return [turned for turned in self.orientations(ort, torch_name) if same_tensor(a, b.T if turned else b)]
 
     def settle_square(self, ort: str, torch_name: str) -> bool | None:
-        """Is a square matrix transposed? The values tell; else the same name means no, and a Linear's weight in a `MatMul` yes."""
+        """Whether a square matrix is transposed: by value if possible; else no for the same name, yes for a Linear in a `MatMul`."""
         if equal := self.equal_orientations(ort, torch_name):
             return equal[0]
         plain = plain_name(ort)
@@ -278,7 +278,7 @@ def split_aliases(state: CheckpointState) -> CheckpointState:
 
 
 def joined_aliases(state: CheckpointState) -> dict[str, Value]:
-    """The aliases under the names they have on disk; refuses one that would take another weight's name."""
+    """The aliases under their names on disk; raises if one has the name of another weight."""
     taken = state.parameters
     named = {}
     for name, alias in state.mixed_precision.items():
@@ -290,7 +290,7 @@ def joined_aliases(state: CheckpointState) -> dict[str, Value]:
 
 
 def same_aliases(a: CheckpointState, b: CheckpointState) -> bool:
-    """Whether two states over the same tensors take the same ones for aliases of the same weights."""
+    """Whether two states over the same tensors have the same aliases for the same weights."""
     first, second = a.mixed_precision, b.mixed_precision
     return first.keys() == second.keys() and all(first[name] is alias for name, alias in second.items())
 
@@ -299,7 +299,7 @@ def check_aliases(state: CheckpointState, path: PathLike | None = None) -> None:
     """Raise if an alias disagrees with its master."""
     if stale := state.stale_aliases():
         raise CheckpointError(
-            f"the half-precision aliases of {len(stale)} weights are not what their masters round to: {', '.join(stale[:5])}",
+            f"the half-precision aliases of {len(stale)} weights differ from their rounded masters: {', '.join(stale[:5])}",
             path=path,
             field=f"mixed_precision/{stale[0]}",
             remedy="Load without strict and call state.refresh_mixed_precision().",

@@ -57,7 +57,7 @@ class Place:
 
 
 def place_of(state: CheckpointState, label: str) -> Place:
-    """What the state's properties say about its place."""
+    """The rank that the state's properties give."""
 
     def number(name: str, default: int | None = None) -> int:
         value = state.properties.get(name, default)

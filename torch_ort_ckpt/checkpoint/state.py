@@ -1,6 +1,6 @@
-"""`CheckpointState`: the one in-memory form of a training state. Every format and every engine is a spoke around it.
+"""`CheckpointState`: the one in-memory form of a training state, used by every format and every engine.
 
-Plain data with torch tensors inside. Nothing here copies a tensor; who needs a private copy calls `clone()`.
+Plain data with torch tensors inside. Nothing here copies a tensor; call `clone()` for a private copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Value: TypeAlias = Any
 """A `torch.Tensor`, or a numpy object array for string tensors (PyTorch has none)."""
 
 DEFAULT_LR = 0.001
-"""The rate ORT starts from, and always falls back to after loading."""
+"""The rate ORT starts with, and resets to after loading."""
 
 
 @dataclass(eq=False)
@@ -71,11 +71,11 @@ class OptimizerSpec:
     correct_bias: bool = True
     max_norm: float | None = None
     known: bool = True
-    """False for a `.ort` graph: it runs with its own hyper-parameters, which nobody outside can read."""
+    """False for a `.ort` graph: it runs with its own hyper-parameters, which can't be read."""
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """As a parameter group of `torch.optim` has them."""
+        """As in a parameter group of `torch.optim`."""
         if self.kind == "SGD":
             return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
         return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay, "decoupled_weight_decay": True}
@@ -120,7 +120,7 @@ class CheckpointState:
     partitions: dict[str, PartitionInfo] = field(default_factory=dict)
     nominal: bool = False
     format_version: int | None = None
-    _buffers: tuple[Any, ...] = field(default=(), repr=False)  # the mapped files behind the tensors, for who streams through them
+    _buffers: tuple[Any, ...] = field(default=(), repr=False)  # the mapped files behind the tensors, for streaming
 
     @property
     def parameters(self) -> Mapping[str, Value]:
@@ -159,7 +159,7 @@ class CheckpointState:
         return max((group.step for group in self.optimizer.values()), default=0)
 
     def require_values(self) -> None:
-        """Refuse a nominal state where values are wanted."""
+        """Raise for a nominal state if values are needed."""
         if self.nominal:
             raise CheckpointError(
                 "the checkpoint is nominal: it has no values",
@@ -177,7 +177,7 @@ class CheckpointState:
                     yield f"optimizer/{group_name}/{name}/{moment}", value
 
     def clone(self) -> CheckpointState:
-        """A copy that shares nothing with this one: safe to keep when the file is overwritten in place or training goes on."""
+        """A deep copy: safe to keep when the file is overwritten in place or training continues."""
         copied: dict[int, Value] = {}  # tied tensors stay tied
 
         def one(value: Value) -> Value:
@@ -219,7 +219,7 @@ class CheckpointState:
             self.mixed_precision[name] = value.to(self.mixed_precision[name].dtype)
 
     def stale_aliases(self) -> list[str]:
-        """Weights whose half-precision alias is not what their master rounds to (a rank's piece of a master says nothing)."""
+        """Weights whose half-precision alias differs from the rounded master (a shard of a master is not compared)."""
         masters = {name: value for name, value in self.parameters.items() if name not in self.partitions}
         return [name for name, alias in self.mixed_precision.items() if name in masters and not alias_agrees(masters[name], alias)]
 
@@ -247,7 +247,7 @@ class CheckpointState:
         return promoted
 
     def __eq__(self, other: object) -> bool:
-        """Same content bit for bit (NaN equals NaN of the same bits); where it came from (`format_version`) does not count."""
+        """Same content bit for bit (NaN equals NaN of the same bits); its origin (`format_version`) is ignored."""
         if not isinstance(other, CheckpointState):
             return NotImplemented
         return (
@@ -321,7 +321,7 @@ def alias_name(name: str, alias: torch.Tensor) -> str:
 
 
 def alias_agrees(master: Value, alias: torch.Tensor) -> bool:
-    """Whether `alias` is what `master` rounds to (any NaN agrees with any NaN)."""
+    """Whether `alias` equals the rounded `master` (any NaN equals any NaN)."""
     if is_string(master) or master.shape != alias.shape:
         return False
     if master.is_meta or alias.is_meta:

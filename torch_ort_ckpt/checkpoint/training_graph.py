@@ -1,6 +1,6 @@
-"""`TrainingGraph`: what a trainer may ask of an `OrtModule` beyond what every module has.
+"""`TrainingGraph`: what a trainer uses of an `OrtModule` beyond `nn.Module`.
 
-A class of its own, so that training plain modules imports no onnx: modules are told apart by it, never by the methods they happen to have.
+A class of its own, so that training plain modules imports no onnx: modules are recognized by this class, not by `hasattr`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .state import CheckpointState
 
 
 class TrainingGraph(nn.Module):
-    """A module that runs training artifacts. `OrtModule` is the one there is."""
+    """A module that runs training artifacts. `OrtModule` is the only implementation."""
 
     seed: int
     draws: int
-    """What dropout starts from, and how many training runs have drawn from it."""
+    """The seed of dropout, and the number of training runs that have used it."""
 
     @abstractmethod
     def seed_dropout(self, seed: int, draws: int = 0) -> None: ...

@@ -21,7 +21,7 @@ from ..operations.diff import diff
 
 STEPS = 8
 RESULTS = ("trained", "model.safetensors", "model.pt", "back", "trained_on", "from_pytorch", "final")
-"""What the demo writes beside the artifacts."""
+"""What the demo writes next to the artifacts."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What works on this machine, what does not, and the command that changes it: the function behind `torch-ort-ckpt doctor`.
 
 Nothing is concluded from version numbers where it can be tried: formats write and read a small state, engines run a graph. ONNX Runtime
-is tried in a process of its own, since a damaged installation can take the whole process down.
+is tried in a process of its own, since a damaged installation can crash the process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """Everything, in the order a reader wants it."""
+    """All checks, in the order of the output."""
     facts = _try_onnxruntime()
     found = {name: importlib.metadata.version(name) for name in _distributions()}
     return [_system(), *_packages(), onnxruntime_package(found), ort_engine(facts), *_torch_engines(), *_formats(), *_cuda(facts)]

@@ -80,7 +80,7 @@ def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[Any
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Advance]:
-    """A bar of bytes on standard error, gone when done; silent when that is not a terminal."""
+    """A progress bar of bytes on standard error, removed at the end; nothing if that is not a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=error_console(), transient=True, disable=not error_console().is_terminal) as bar:
         task = bar.add_task(title, total=total or None)

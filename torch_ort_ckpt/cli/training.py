@@ -183,7 +183,7 @@ def _data(name: str, arguments: Mapping[str, Any], folder: Path) -> tuple[Any, .
     try:
         make = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
-        raise CheckpointError(f"can't be imported ({error})", field="data", remedy=f"Put {module}.py beside the file.") from error
+        raise CheckpointError(f"can't be imported ({error})", field="data", remedy=f"Put {module}.py next to the file.") from error
     if not callable(make):
         raise CheckpointError(f"{module} has no function {function}", field="data", remedy=f"Define it in {module}, or name another.")
     try:

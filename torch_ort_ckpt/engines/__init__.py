@@ -1,4 +1,4 @@
-"""Who executes a training graph. `OrtModule` sees only the `Engine` protocol; PyTorch owns every tensor, engines borrow them.
+"""Engines execute training graphs. `OrtModule` uses only the `Engine` protocol; PyTorch owns every tensor, engines borrow them.
 
 `parameters` is always the list of tensors for `artifacts.parameters`, in that order; `gradients` are for `artifacts.trainable`.
 """
@@ -26,7 +26,7 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a user may choose about the execution. `session_options` (an `onnxruntime.SessionOptions`) is for the ort engine only."""
+    """Execution options.  `session_options` (an `onnxruntime.SessionOptions`) is for the ort engine only."""
 
     device: Device = field(default_factory=lambda: Device("cpu"))
     dimensions: Mapping[str, int] = field(default_factory=dict)
@@ -41,23 +41,23 @@ class Engine(Protocol):
 
     name: str
     differentiable: bool
-    """Whether inputs and extra outputs take part in autograd, evaluation too, and random numbers are torch's own."""
+    """Whether inputs and extra outputs take part in autograd, also in evaluation, and random numbers come from torch's generator."""
 
     def input_specs(self, parameters: Tensors) -> Sequence[TensorSpec]:
-        """What the user feeds, in order. The types follow the parameters' where the engine can (`model.bfloat16()`)."""
+        """The user's inputs, in order. Their types follow the parameters' where the engine supports it (`model.bfloat16()`)."""
 
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[Tensor, ...]:
         """Outputs of the training graph, loss first. The loss is attached to autograd through the parameters that require gradients."""
 
     def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[Tensor, ...], Tensors]:
-        """The same without autograd: outputs, and the loss's gradient for each of `artifacts.trainable`, fresh tensors or free ones."""
+        """The same without autograd: outputs, and the gradient of each of `artifacts.trainable`, in tensors that nothing else uses."""
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[Tensor, ...]:
         """Outputs of the eval graph."""
 
 
 class OverwritingEngine(Engine, Protocol):
-    """An engine that can write over the gradients of an earlier step, for loops that reset them anyway."""
+    """An engine that can overwrite the gradients of an earlier step, for loops that reset them anyway."""
 
     def step_into(
         self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
@@ -68,7 +68,7 @@ Maker = Callable[[Artifacts, EngineOptions], Engine]
 
 
 def make(name: str, artifacts: Artifacts, options: EngineOptions) -> Engine:
-    """The engine called `ort` or `torch`; `auto` is ORT where it is installed and able to run these graphs, and PyTorch elsewhere."""
+    """The engine called `ort` or `torch`; `auto` is ORT if it is installed and can run these graphs, else PyTorch."""
     if name == "auto":
         return _make_either(artifacts, options)
     if name == "ort":
@@ -83,7 +83,7 @@ def make(name: str, artifacts: Artifacts, options: EngineOptions) -> Engine:
 
 
 def usable_device(device: str | Device) -> Device:
-    """The device by its name, after making sure that PyTorch can use it here."""
+    """The device by name, after checking that PyTorch can use it here."""
     try:
         found = Device(device)
         if found.type not in ("cpu", "cuda"):
@@ -97,7 +97,7 @@ def usable_device(device: str | Device) -> Device:
 
 
 def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
-    """ORT if it takes the graphs: they are given to it at once, since nobody else knows which kernels it lacks."""
+    """ORT if it accepts the graphs. The sessions are created at once: only ORT knows which kernels it lacks."""
     reason = why_not_ort(options)
     if reason is None:
         from .ort import engine as ort
@@ -120,7 +120,7 @@ def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
 
 
 def why_not_ort(options: EngineOptions) -> str | None:
-    """What keeps ONNX Runtime from running anything here; None if nothing does."""
+    """Why ONNX Runtime can't run here; None if it can."""
     if not importlib.util.find_spec("onnxruntime"):
         return "onnxruntime-training is not installed"
     if not importlib.util.find_spec("onnxruntime.training"):

@@ -28,7 +28,7 @@ class Update:
 
 class Updater(Protocol):
     def apply(self, update: Update) -> bool:
-        """Change parameters and moments in place; whether it did (a graph may decide to skip)."""
+        """Update parameters and moments in place; returns whether it did (a graph may skip the update)."""
 
 
 class TorchUpdater:
@@ -47,7 +47,7 @@ class TorchUpdater:
         lr, eps, decay = update.lr, spec.eps, spec.weight_decay
         beta1, beta2 = spec.betas
         correction1, correction2 = 1 - beta1**update.step, math.sqrt(1 - beta2**update.step)
-        # PyTorch's kernel computes p -= lr / c1 * m / (sqrt(v) / c2 + eps). Both of ORT's variants are that with other numbers:
+        # PyTorch's kernel computes p -= lr / c1 * m / (sqrt(v) / c2 + eps). Both of ORT's variants are that with different values:
         if not spec.correct_bias:  # p -= lr * m / (sqrt(v) + eps)
             lr, eps = lr * correction1 / correction2, eps / correction2
         elif spec.adam_mode == 1:  # p -= lr * c2 / c1 * m / (sqrt(v) + eps)

@@ -2,7 +2,7 @@
 
 A format module has
 
-- `matches(path) -> bool`: does this file or folder look like mine? Cheap, by content; imports nothing optional.
+- `matches(path) -> bool`: whether the file or folder is in this format. Cheap, by content; imports nothing optional.
 - `read(path, *, mmap, **options) -> CheckpointState`
 - `write(state, path, *, durable, progress, **options) -> None`: the state is already reduced to what the caller asked for
   (`include_optimizer`, `include_mixed_precision`). Read-only formats have none.
@@ -77,7 +77,7 @@ def _detect(path: PathLike) -> str:
         if stat.S_ISREG(mode) and not place.stat().st_size
         else "not a checkpoint in any known format",
         path=path,
-        remedy=f"If you know better, say so (format=; --from, --format on the command line): one of {', '.join(FORMATS)}.",
+        remedy=f"Pass the format explicitly (format=; --from, --format on the command line): one of {', '.join(FORMATS)}.",
     )
 
 
@@ -94,7 +94,7 @@ def load(
     """Read a checkpoint of any format. A list, a folder or a glob of rank files is read as one state (see `merge`).
 
     With `mmap=True` tensors alias the mapped file copy-on-write: nothing is read until touched, the file never changes, and a file that
-    is renamed or deleted keeps serving. A file that another program overwrites *in place* (ORT does) does not: use `mmap=False` then.
+    is renamed or deleted stays readable. If another program overwrites the file *in place* (as ORT does), use `mmap=False`.
     `device` moves the tensors there. `only` keeps the parameters with these names or patterns (`["fc.weight", "encoder.*"]`), with their
     moments and aliases; the others are not read from a mapped file.
     `strict=True` turns a half-precision alias that disagrees with its master into an error. Other options belong to the format.
@@ -126,9 +126,9 @@ def merge(
     mmap: bool = True,
     **options: Any,
 ) -> CheckpointState:
-    """One state from all ranks of a partitioned set (ZeRO, Megatron, pipeline stages), in any order, with the memory of one rank besides.
+    """One state from all ranks of a partitioned set (ZeRO, Megatron, pipeline stages), in any order, with one rank in memory at a time.
 
-    Ranks know their place. `stages=True` is for pipeline stages that do not: they are taken in the order given. A single path is a folder
+    Ranks contain their position. `stages=True` is for pipeline stages that do not: they keep the order given. A single path is a folder
     or a glob of all of them.
     """
     if not isinstance(states_or_paths, Sequence) or isinstance(states_or_paths, (str, bytes, bytearray)):
@@ -159,7 +159,7 @@ def save(
     progress: Progress | None = None,
     **options: Any,
 ) -> None:
-    """Write a checkpoint: atomically (the old file or the new one, never a mixture) and, with `durable`, synced to the medium.
+    """Write a checkpoint: atomically (the old file or the new one, never a mixture) and, with `durable`, synced to disk.
 
     The format follows the suffix of `path` unless given; without a suffix it is `ort`, and an unknown one is an error.
     Half-precision aliases are left out unless `include_mixed_precision`; one that disagrees with its master is written as the master
@@ -194,12 +194,12 @@ def save(
 
 
 def exists(path: PathLike) -> bool:
-    """Whether a checkpoint, or anything else, is there: also as shards with an index, or in a folder whose save was cut short."""
+    """Whether a checkpoint, or anything else, is there: also as shards with an index, or in a folder whose save was interrupted."""
     return os.path.lexists(_found(path, quiet=True))
 
 
 def format_for(path: PathLike) -> str:
-    """The format a destination's name asks for; `ort` (whose files have no suffix) where it has no suffix."""
+    """The format for a destination's name; `ort` (whose files have no suffix) if it has no suffix."""
     text = os.fspath(as_path(path)).rstrip("/\\")
     if "." not in os.path.basename(text):
         return "ort"
@@ -230,7 +230,7 @@ def module(name: str) -> ModuleType:
 
 
 def _found(path: PathLike, *, quiet: bool = False) -> Path:
-    """Where the checkpoint at `path` is: there, in a folder whose save was cut short, or under the other name of a safetensors file: the
+    """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, or under the other name of a safetensors file: the
     index of its shards, and the other way round."""
     place = surviving(path, quiet=quiet)
     single = os.fspath(place).removesuffix(_INDEX)
@@ -279,7 +279,7 @@ def _members(folder: Path) -> list[tuple[Path, str]]:
     if not os.path.isdir(folder):
         return []
     places = sorted(place for place in folder.iterdir() if not place.name.startswith(".") and (place.is_file() or place.is_dir()))
-    found = [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model beside them is no rank
+    found = [(place, kind) for place in places if (kind := _match(place)) not in (None, "onnx")]  # a model next to them is not a rank
     return [(place, kind) for place, kind in found if not getattr(module(kind), "is_part", _never)(place)]
 
 

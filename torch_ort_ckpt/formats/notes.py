@@ -1,4 +1,4 @@
-"""What a plain container of named tensors (safetensors, `torch.save`) has no place for, as one JSON-able note beside the tensors."""
+"""What a plain container of named tensors (safetensors, `torch.save`) can't hold, as one JSON-able note next to the tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def describe(state: CheckpointState, path: PathLike) -> tuple[dict[str, torch.Te
 
 
 def lost_with_weights_alone(state: CheckpointState) -> list[str]:
-    """What a file of named weights, without a note, would not give back."""
+    """What a file of named weights, without a note, would not restore."""
     parts = {"optimizer state": state.optimizer, "properties": state.properties, "partitions": state.partitions}
     lost = [what for what, content in parts.items() if content]
     found = CheckpointState()
@@ -95,7 +95,7 @@ def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: 
 
 
 def _of(value: Any, *kinds: type) -> Any:
-    """The value if it is exactly of one of these types (a boolean is no integer)."""
+    """The value if it has exactly one of these types (a boolean is not an integer)."""
     if type(value) not in kinds and not (torch.Tensor in kinds and isinstance(value, torch.Tensor)):
         raise TypeError(f"{type(value).__name__} where {' or '.join(kind.__name__ for kind in kinds)} should be")
     return value

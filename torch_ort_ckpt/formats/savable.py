@@ -1,6 +1,6 @@
 """What every state must be, whatever format it goes to: names are text, tensors are plain, numbers fit.
 
-A state is made by hand or by other libraries. What no file could give back as it was is refused here, by name, before anything is written.
+States may come from users or other libraries. What can't be restored from a file is refused here, by name, before anything is written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
 
 
 def warn_of_nominal(state: CheckpointState, path: PathLike) -> None:
-    """A nominal checkpoint has names and types only: say so where the state has more."""
+    """A nominal checkpoint has names and types only: warn if the state has more."""
     if not state.nominal:
         return
     held = [name for name, value in state.parameters.items() if value.shape or (value.item() if is_string(value) else not value.is_meta)]

@@ -1,8 +1,8 @@
-"""The files of an artifacts folder change together: a reader finds all of the old set or all of the new one.
+"""Atomic replacement of the files of an artifacts folder: a reader finds either the whole old set or the whole new one.
 
 New files are written to `.artifacts-<id>.new` inside the folder. Renaming that to `.artifacts-<id>.commit` is the commit: from then on
-the files in it are the set, whatever still lies beside it. They are then moved to their names one by one and the folder is removed.
-Cut short in between, `current_files` still finds the whole set, and the next export finishes the moves.
+the files in it are the set, whatever is still next to it. They are then moved to their names one by one and the folder is removed.
+After an interruption in between, `current_files` still finds the whole set, and the next export finishes the moves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PendingSet:
         self._alive = _locked(self.path / _MARKER)
 
     def commit(self, names: Iterable[str], *, overwrite: bool) -> None:
-        """Put the named files in place of every file of the folder that belongs to this set; the others in `path` are dropped."""
+        """Replace every file of the folder that belongs to this set by the named files; the others in `path` are deleted."""
         files = sorted(names)
         for name in files:
             _sync(self.path / name)
@@ -69,7 +69,7 @@ class PendingSet:
 
 @contextlib.contextmanager
 def pending_set(folder: Path, owns: Callable[[str], bool], *, overwrite: bool) -> Iterator[PendingSet]:
-    """A `PendingSet` that leaves nothing behind unless it is committed. `owns` tells the names that belong to the set."""
+    """A `PendingSet` that leaves nothing behind unless it is committed. `owns` tells whether a name belongs to the set."""
     refuse_existing(folder, owns, overwrite)
     pending: PendingSet | None = None
     try:
@@ -91,18 +91,18 @@ def pending_set(folder: Path, owns: Callable[[str], bool], *, overwrite: bool) -
 
 
 def refuse_existing(folder: Path, owns: Callable[[str], bool], overwrite: bool) -> None:
-    """Artifacts that are already there are replaced only on request."""
+    """Existing artifacts are replaced only on request."""
     found = [] if overwrite else sorted(filter(owns, current_files(folder)))
     if found:
         raise CheckpointError(
-            f"holds artifacts already ({', '.join(found[:4])})",
+            f"already holds artifacts ({', '.join(found[:4])})",
             path=folder,
             remedy="Pass overwrite=True (--overwrite) to replace them, or choose another folder.",
         )
 
 
 def current_files(folder: Path) -> dict[str, Path]:
-    """Every file of the folder by its name, and where it is: a committed set counts before what it replaces."""
+    """Every file of the folder by name, and its path: a committed set takes precedence over the files it replaces."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -114,13 +114,13 @@ def current_files(folder: Path) -> dict[str, Path]:
                 files.pop(name, None)
         waiting = {name: place / name for name in new if (place / name).is_file()}
         if waiting:
-            warn(f"{folder}: the last export was cut short; reading {', '.join(waiting)} from {place.name}.")
+            warn(f"{folder}: the last export was interrupted; reading {', '.join(waiting)} from {place.name}.")
         files.update(waiting)
     return files
 
 
 def finish(folder: Path) -> None:
-    """Move the files of a committed set to their names. Call it locked."""
+    """Move the files of a committed set to their names. The caller holds the lock."""
     for place, new, replaced in _committed(folder, os.listdir(folder)):
         for name in replaced:
             if name not in new:
@@ -156,7 +156,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _delete(place: Path) -> None:
-    """The marker goes last: as long as anything is left, it is known to be ours."""
+    """Delete a staging folder, the marker last: as long as files are left, the folder is known to be ours."""
     with contextlib.suppress(OSError):
         for name in os.listdir(place):
             if name != _MARKER:
@@ -166,7 +166,7 @@ def _delete(place: Path) -> None:
 
 
 def _locked(marker: Path) -> int | None:
-    """Lock the marker for as long as the descriptor is open; None where that can't be done or another process holds it."""
+    """Lock the marker while the descriptor is open; None if locks are not supported or another process holds it."""
     try:
         import fcntl
 

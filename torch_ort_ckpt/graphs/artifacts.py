@@ -35,12 +35,12 @@ from .description import (
 
 MODELS = ("training_model", "eval_model", "optimizer_model")
 CHECKPOINTS = ("checkpoint", "initial_checkpoint", "nominal_checkpoint")
-"""Names a checkpoint has beside the models, the first found is used."""
+"""Possible names of the checkpoint next to the models; the first one found is used."""
 
 
 @dataclass(eq=False)
 class Artifacts:
-    """Where the artifacts are and what they hold. Graphs and checkpoint are read when first asked for."""
+    """The paths and contents of the artifacts. Graphs and checkpoint are read on first access."""
 
     folder: Path
     training_path: Path | None = None
@@ -54,7 +54,7 @@ class Artifacts:
     def load(cls, folder: PathLike, *, prefix: str | None = None, checkpoint: PathLike | CheckpointState | None = None) -> Artifacts:
         """Find the artifacts in `folder`.
 
-        `prefix` is what stands before `training_model.onnx`; it is found where only one is there. `checkpoint` replaces the one in the
+        `prefix` precedes `training_model.onnx`; it is detected if there is only one. `checkpoint` replaces the one in the
         folder. At least a training or an eval model must exist.
         """
         refuse_url(checkpoint)
@@ -75,7 +75,7 @@ class Artifacts:
             raise MissingFileError(
                 f"neither {prefix}training_model nor {prefix}eval_model (.onnx or .ort)",
                 path=folder,
-                remedy="Make them with toc.export_artifacts or onnxruntime.training.artifacts.generate_artifacts.",
+                remedy="Create them with toc.export_artifacts or onnxruntime.training.artifacts.generate_artifacts.",
             )
         state, path = (checkpoint, None) if isinstance(checkpoint, CheckpointState) else (None, checkpoint)
         if path is None and state is None:
@@ -115,7 +115,7 @@ class Artifacts:
             return self._state
         if self.checkpoint_path is None:
             raise MissingFileError(
-                f"no {self.prefix}checkpoint beside the models", path=self.folder, remedy="Pass Artifacts.load(..., checkpoint=path)."
+                f"no {self.prefix}checkpoint next to the models", path=self.folder, remedy="Pass Artifacts.load(..., checkpoint=path)."
             )
         return load(self.checkpoint_path)
 
@@ -147,12 +147,12 @@ class Artifacts:
 
     @cached_property
     def trainable(self) -> list[str]:
-        """Parameters the training graph gives gradients for."""
+        """Parameters that the training graph computes gradients for."""
         return list(self.gradients)
 
     @cached_property
     def parameters(self) -> dict[str, TensorSpec]:
-        """Every parameter that a graph uses, trainable or frozen; a weight used through its half-precision alias counts by its master."""
+        """Every parameter that a graph uses, trainable or frozen; a weight used through its half-precision alias counts as its master."""
         found = {}
         for name, spec in self._parameter_inputs.items():
             master = self.aliases.get(name)
@@ -163,14 +163,14 @@ class Artifacts:
         return found
 
     def in_order(self, names: Iterable[str]) -> list[str]:
-        """The names as PyTorch orders them: as the exported module has them, or else as the graph has its inputs."""
+        """The names in PyTorch's order: that of the exported module, or else that of the graph's inputs."""
         order, _ = self._module_order
         place = {name: index for index, name in enumerate(dict.fromkeys([*order, *self.parameters]))}
         return sorted(names, key=lambda name: place.get(name, len(place)))
 
     @property
     def buffers(self) -> set[str]:
-        """What the exported module has as buffers; empty where the artifacts do not say."""
+        """The buffers of the exported module; empty if the artifacts do not record them."""
         return set(self._module_order[1])
 
     @cached_property
@@ -192,7 +192,7 @@ class Artifacts:
 
     @cached_property
     def inputs(self) -> list[TensorSpec]:
-        """What the user feeds, in order."""
+        """The user's inputs, in order."""
         return [spec for name, spec in self._graph_inputs.items() if name not in self._parameter_inputs]
 
     @cached_property
@@ -203,7 +203,7 @@ class Artifacts:
 
     @cached_property
     def input_gradients(self) -> dict[str, str]:
-        """Input -> output that is the loss's gradient by it, where the graph provides one (`<input>_grad`)."""
+        """Input -> output with the gradient of the loss with respect to it, if the graph has one (`<input>_grad`)."""
         names = {spec.name for spec in self.outputs}
         return {spec.name: f"{spec.name}_grad" for spec in self.inputs if f"{spec.name}_grad" in names}
 
@@ -232,7 +232,7 @@ class Artifacts:
         return _optimizer_spec(self.optimizer, self.optimizer_path)
 
     def missing(self) -> list[str]:
-        """What is not there, in words: an empty list means that nothing is."""
+        """What is missing, as text; empty if nothing is."""
         lines = []
         for path, name, use in (
             (self.training_path, "training_model.onnx", "training"),
@@ -248,7 +248,7 @@ class Artifacts:
         return lines
 
     def describe(self) -> str:
-        """A page about the artifacts, for people."""
+        """A human-readable summary of the artifacts."""
         lines = [f"artifacts in {self.folder}"]
         lines += [f"  input      {spec}" for spec in self.inputs]
         lines += [f"  {'loss  ' if index == 0 else 'output'}     {spec}" for index, spec in enumerate(self.outputs)]
@@ -265,7 +265,7 @@ class Artifacts:
         return "\n".join(lines)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was read so far travels along, without the mapped checkpoint: the files need not exist on the other side."""
+        """Pickle what was read so far, without the mapped checkpoint: the files need not exist where it is unpickled."""
         for name in (
             "training",
             "eval",
@@ -360,5 +360,5 @@ def _optimizer_spec(model: onnx.ModelProto, path: Path) -> OptimizerSpec:
 
 
 def _decimal(value: float) -> float:
-    """The attribute as it was meant: graphs hold float32, so 0.999 comes back as 0.9990000128746033."""
+    """The attribute as it was entered: graphs hold float32, so 0.999 is read as 0.9990000128746033."""
     return float(f"{value:.7g}")

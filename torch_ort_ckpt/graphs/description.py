@@ -34,7 +34,7 @@ RANDOM_OPS = frozenset(
     | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
-"""What the `onnx` package raises about a model; nobody outside sees them."""
+"""Exceptions that the `onnx` package raises for a bad model; they are always converted to ours."""
 RECURRENT_OPS = frozenset({"LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"})
 
 
@@ -79,7 +79,7 @@ class BatchNorm:
 
 
 def load_model(path: str | os.PathLike[str], *, weights: bool = False) -> onnx.ModelProto:
-    """Parse an ONNX file; external data is read only where asked for."""
+    """Parse an ONNX file; external data is read only on request."""
     try:
         model = onnx.load(os.fspath(path), load_external_data=weights)
     except FileNotFoundError as error:
@@ -126,7 +126,7 @@ def _open_ort_file(path: str | os.PathLike[str]) -> Any:
 
 
 def write_order(model: onnx.ModelProto, module: nn.Module) -> None:
-    """Note in a graph how the module orders its parameters and buffers; `OrtModule` then has the same order."""
+    """Record the module's order of parameters and buffers in a graph; `OrtModule` then has the same order."""
     order: list[str] = []
     buffers: list[str] = []
     for prefix, part in module.named_modules():
@@ -138,7 +138,7 @@ def write_order(model: onnx.ModelProto, module: nn.Module) -> None:
 
 
 def read_order(path: str | os.PathLike[str], model: onnx.ModelProto | None) -> tuple[list[str], list[str]] | None:
-    """The names of the exported module's parameters and buffers in its order, and those of the buffers; None where nobody noted them.
+    """The names of the exported module's parameters and buffers in its order, and those of the buffers; None if they were not recorded.
 
     Without a `model` the file is one in ORT's own format.
     """
@@ -155,7 +155,7 @@ def read_order(path: str | os.PathLike[str], model: onnx.ModelProto | None) -> t
         found = None, None
     if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in found):
         raise CorruptFileError(
-            "not the lists of names it should be", path=path, field=ORDER, remedy="Export again, or remove this entry of the metadata."
+            "not two lists of names", path=path, field=ORDER, remedy="Export again, or remove this entry of the metadata."
         )
     return found
 
@@ -178,7 +178,7 @@ def with_inferred_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     except (*ONNX_ERRORS, ValueError) as error:
         raise UnsupportedError(
             f"its shapes can't be inferred ({str(error).strip()})",
-            remedy="The graph contradicts itself: export it anew, with another opset or exporter.",
+            remedy="The graph is inconsistent: export it again, with another opset or exporter.",
         ) from error
 
 
@@ -192,7 +192,7 @@ def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
 
 
 def padding_row(node: onnx.NodeProto) -> int | None:
-    """The row of an embedding that takes no gradient (PyTorch's `padding_idx`), which a Gather of our export names in its description."""
+    """The row of an embedding without gradient (PyTorch's `padding_idx`), stored in the Gather's doc_string by our export."""
     text = node.doc_string.removeprefix(PADDING) if node.op_type == "Gather" and node.doc_string.startswith(PADDING) else ""
     return int(text) if text.isdecimal() else None
 
@@ -209,7 +209,7 @@ def gradient_names(model: onnx.ModelProto) -> dict[str, str]:
 def direct_gradients(model: onnx.ModelProto) -> onnx.ModelProto:
     """The training graph with the gradients themselves as outputs, in place of nodes that add them to buffers.
 
-    Adding is PyTorch's business, and a gradient written straight into its place costs one pass over memory less.
+    PyTorch accumulates gradients, and writing a gradient directly to its destination saves one pass over memory.
     """
     gradients = gradient_names(model)
     shapes = {value.name: value for value in model.graph.input}
@@ -256,7 +256,7 @@ def batch_norms(model: onnx.ModelProto) -> list[BatchNorm]:
             roots[node.output[0]] = roots[node.input[0]]
         if _trains_statistics(node) and node.input[3] in roots and node.input[4] in roots:
             mean, variance = roots[node.input[3]], roots[node.input[4]]
-            roots |= dict(zip(node.output[1:3], (mean, variance), strict=False))  # the next use of the layer goes on from there
+            roots |= dict(zip(node.output[1:3], (mean, variance), strict=False))  # the next use of the layer continues from there
             found.append(BatchNorm(node.output[0], mean, variance, float(attributes(node).get("momentum", 0.9))))
     return found
 
@@ -268,9 +268,9 @@ def shares_statistics(model: onnx.ModelProto) -> bool:
 
 
 def chain_statistics(model: onnx.ModelProto, evaluation: onnx.ModelProto | None) -> None:
-    """Let every further use of a BatchNorm go on from the running statistics that the use before it left (in place).
+    """Let every further use of a BatchNorm continue from the running statistics of the previous use (in place).
 
-    Which that is, nothing in a training graph tells: ORT's gradient builder puts nodes in an order of its own. It leaves the eval graph
+    A training graph does not show which use that is: ORT's gradient builder reorders its nodes. It keeps the eval graph
     in the order in which the module called its layers.
     """
     uses: dict[str, list[BatchNorm]] = {}
@@ -284,11 +284,11 @@ def chain_statistics(model: onnx.ModelProto, evaluation: onnx.ModelProto | None)
     known = all(norm.output in called for norms in shared for norm in norms)
     if not known:
         names = ", ".join(norms[0].mean for norms in shared)
-        logger.warning("%s: used more than once, in an order that only an eval graph tells; taken from the nodes' names", names)
+        logger.warning("%s: used more than once, in an order that only an eval graph shows; the order of the node names is used", names)
     for norms in shared:
         _link(model, sorted(norms, key=lambda norm: [("", called[norm.output])] if known else _by_number(norm.output)))
     ordered = _topological(model.graph)
-    if len(ordered) < len(model.graph.node):  # the names misled: one use computes what an earlier one by name reads
+    if len(ordered) < len(model.graph.node):  # the names are misleading: one use computes what an earlier one by name reads
         for norms in shared:
             _link(model, norms)
         ordered = _topological(model.graph)
@@ -317,7 +317,7 @@ def _by_number(name: str) -> list[tuple[str, int]]:
 
 
 def _topological(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes with each after those it reads from, otherwise in their order. Nodes in a circle are left out."""
+    """The nodes with each after those it reads from, otherwise in their order. Nodes in a cycle are dropped."""
     producers = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
     waiting = [0] * len(graph.node)
     readers: list[list[int]] = [[] for _ in graph.node]
@@ -351,9 +351,9 @@ def _trains_statistics(node: onnx.NodeProto) -> bool:
 
 
 def unbias_statistics(model: onnx.ModelProto) -> dict[str, str]:
-    """Let the graph compute BatchNorm's running variance as PyTorch keeps it (in place); ORT's CPU kernel keeps the biased one.
+    """Let the graph compute BatchNorm's running variance as PyTorch does (in place); ORT's CPU kernel uses the biased one.
 
-    With the momentum m and n values per channel, `m*old + (new - m*old) * n/(n-1)`. The kernel writes over its input, so it gets a copy.
+    With the momentum m and n values per channel, `m*old + (new - m*old) * n/(n-1)`. The kernel overwrites its input, so it gets a copy.
     Returns the outputs that hold the result, by the variances' names.
     """
     graph = model.graph
@@ -416,8 +416,8 @@ def fix_dimensions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.Mod
 
 
 def model_bytes(model: onnx.ModelProto, path: Path | None) -> bytes:
-    """What a session is made from. Weights are inputs, not initializers, so even large models have small graphs."""
+    """The bytes that a session is created from. Weights are inputs, not initializers, so even large models have small graphs."""
     try:
         return bytes(model.SerializeToString())
     except ValueError as error:
-        raise UnsupportedError(f"a graph beyond 2 GiB ({error})", path=path, remedy="Keep the weights out of the graph.") from error
+        raise UnsupportedError(f"a graph larger than 2 GiB ({error})", path=path, remedy="Keep the weights out of the graph.") from error

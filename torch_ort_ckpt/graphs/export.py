@@ -40,7 +40,7 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _log = logging.getLogger(__name__)
 
 Stage = Callable[[str], None]
-"""Called with a few words when a stage of the export begins."""
+"""Called with a short description when a stage of the export begins."""
 
 
 def export_artifacts(
@@ -145,7 +145,7 @@ def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
 
 
 def _refuse_statistics(module: nn.Module) -> None:
-    """Running statistics that no graph can keep as PyTorch does: they would come out wrong without an error."""
+    """Raise for running statistics that no graph can compute as PyTorch does: they would be silently wrong."""
     for name, part in module.named_modules():
         if isinstance(part, _INSTANCE_NORMS) and part.track_running_stats:
             what = "an InstanceNorm that tracks running statistics, which no exporter writes"
@@ -160,7 +160,7 @@ def _trainable(module: nn.Module, frozen: Iterable[str]) -> list[str]:
     patterns = [frozen] if isinstance(frozen, str) else list(frozen)
     for pattern in patterns:
         if not fnmatch.filter(parameters, pattern):
-            raise CheckpointError(f"frozen={pattern!r} fits no parameter", remedy=f"There are: {', '.join(list(parameters)[:8])} ...")
+            raise CheckpointError(f"frozen={pattern!r} matches no parameter", remedy=f"There are: {', '.join(list(parameters)[:8])} ...")
     chosen = [
         name
         for name, parameter in parameters.items()
@@ -212,12 +212,12 @@ def _export(
 
 
 _EXPORT_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError, CheckpointError)
-"""What exporters are seen to raise; every failure is reported when none succeeds."""
+"""Exceptions that exporters have been seen to raise; all failures are reported if none succeeds."""
 
 
 @contextlib.contextmanager
 def _quiet_registration() -> Iterator[None]:
-    """PyTorch's exporter names every operator of torchvision that it can do without."""
+    """PyTorch's exporter warns about every missing torchvision operator, needed or not."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -268,7 +268,7 @@ def _export_older(
 
 
 def _rename_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`output`, or `output0`, `output1`, ...: the names by which extra outputs are asked for."""
+    """`output`, or `output0`, `output1`, ...: the names of extra outputs."""
     outputs = list(model.graph.output)
     taken = {tensor.name for tensor in model.graph.initializer} | {value.name for value in model.graph.input}
     for index, value in enumerate(outputs):
@@ -292,7 +292,7 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def _padding_rows(module: nn.Module) -> dict[str, int]:
-    """Embedding weight -> the row that takes no gradient."""
+    """Embedding weight -> the row without gradient."""
     names = {id(value): name for name, value in module.named_parameters()}
     found: dict[str, set[int | None]] = {}
     for part in module.modules():
@@ -331,7 +331,7 @@ def _state(module: nn.Module, trainable: Sequence[str], fixed: set[str]) -> Chec
     parameters = {name: value.detach().cpu() for name, value in module.named_parameters()}
     buffers = {name: value.detach().cpu() for name, value in module.named_buffers()}
     frozen = {name: value for name, value in parameters.items() if name in fixed}
-    # Buffers that no graph reads (BatchNorm's num_batches_tracked) are kept all the same: ORT carries them along.
+    # Buffers that no graph reads (BatchNorm's num_batches_tracked) are kept: ORT preserves them.
     frozen |= {name: value for name, value in buffers.items() if name in fixed or value.dtype in ALIASABLE}
     return CheckpointState(trainable={name: parameters[name] for name in trainable}, frozen=frozen)
 

@@ -18,7 +18,7 @@ from .description import all_nodes
 from .passes.forward import cap_ir_version, typed_values
 
 INLINE_LIMIT = 1 << 30
-"""Weights beyond this go into a file `<path>.<hash>.data` beside the model (a protobuf holds 2 GiB at most)."""
+"""Weights larger than this go into a file `<path>.<hash>.data` next to the model (a protobuf holds 2 GiB at most)."""
 
 
 def export_inference(

@@ -1,6 +1,6 @@
-"""Training graphs that ONNX Runtime 1.19.2 computes wrongly, or that take the whole process down, and that no rewrite mends.
+"""Training graphs that ONNX Runtime 1.19.2 computes wrongly or crashes on, and that no rewrite fixes.
 
-A missing kernel is not among them: ORT itself says so, naming the node, when it makes a session.
+Missing kernels are not covered: ORT itself reports them, with the node, when it creates a session.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIX = 'Fix every symbolic dimension: OrtModule(..., dimensions={"batch": 8}); o
 
 @dataclass(frozen=True)
 class Graph:
-    """What the limits ask about a graph."""
+    """The facts about a graph that the limits check."""
 
     model: onnx.ModelProto
     shapes: dict[str, Shape]
@@ -32,17 +32,17 @@ Limit = Callable[[Graph, onnx.NodeProto], tuple[str, str] | None]
 
 
 def refuse_wrong(model: onnx.ModelProto, path: str | os.PathLike[str] | None = None) -> None:
-    """Refuse a graph that has been through `repair_training`, naming the node, if something in it still goes wrong."""
+    """Raise, naming the node, for a graph that is still computed wrongly after `repair_training`."""
     _refuse(model, _LIMITS, path)
 
 
 def refuse_frozen_recurrent(model: onnx.ModelProto, path: str | os.PathLike[str] | None = None) -> None:
-    """Refuse only what crashes every client, whatever its sizes: such artifacts are not worth writing."""
+    """Raise only for graphs that crash ORT at any size: such artifacts are useless."""
     _refuse(model, dict.fromkeys(RECURRENT_OPS, _frozen_recurrent), path)
 
 
 def refuse_control_flow(model: onnx.ModelProto, trainable: Iterable[str]) -> None:
-    """Refuse a forward graph with an If, Loop or Scan on the way from a parameter to the loss, of which ORT's gradient builder may die."""
+    """Raise for a forward graph with an If, Loop or Scan between a parameter and the loss: ORT's gradient builder may crash on it."""
     trainable = set(trainable)
     depends = set(trainable)
     for node in model.graph.node:
@@ -53,7 +53,7 @@ def refuse_control_flow(model: onnx.ModelProto, trainable: Iterable[str]) -> Non
             raise UnsupportedError(
                 f"ONNX Runtime has no gradient for {node.op_type}" + (f", which reads {', '.join(parameters)}" if parameters else ""),
                 field=f"{node.op_type} {node.name}".strip(),
-                remedy="Replace what is exported so (EmbeddingBag by Embedding and a sum, a loop by its steps).",
+                remedy="Replace what is exported this way (EmbeddingBag by Embedding and a sum, a loop by its steps).",
             )
         depends.update(node.output)
 

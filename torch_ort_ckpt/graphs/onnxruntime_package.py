@@ -19,7 +19,7 @@ def import_onnxruntime() -> Any:
 
 
 def ort_errors() -> tuple[type[Exception], ...]:
-    """ORT's exceptions have no common root but `Exception`."""
+    """ORT's exceptions have no common base class but `Exception`."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     names = ("EPFail", "EngineError", "Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "ModelLoaded", "NoModel", "NoSuchFile")

@@ -1,4 +1,4 @@
-"""Optimizer graphs: what `optimizer_model.onnx` says, and making one."""
+"""Optimizer graphs: reading and creating `optimizer_model.onnx`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .artifacts import OptimizerSpec
 
 
 def optimizer_spec(source: str | OptimizerSpec | torch.optim.Optimizer | None) -> OptimizerSpec | None:
-    """What the user asks for as hyper-parameters: a name (PyTorch's defaults), a spec, or a PyTorch optimizer to imitate."""
+    """The requested hyper-parameters: a name (PyTorch's defaults), a spec, or a PyTorch optimizer to copy them from."""
     if source is None or isinstance(source, OptimizerSpec):
         return source
     if isinstance(source, str):

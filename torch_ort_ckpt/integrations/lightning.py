@@ -59,7 +59,7 @@ def _checkpoint_io(plugins: Any) -> type:
 
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
             if storage_options is not None:
-                raise CheckpointError("storage_options mean nothing here", path=path)
+                raise CheckpointError("storage_options are not supported", path=path)
             refuse_url(path)
             write_lightning(checkpoint, Path(path))
 
@@ -123,7 +123,7 @@ def _callback(pl: Any) -> type:
             return f"{super().state_key}[format={self.format}, module={self.module}]"
 
         def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
-            """Tells `OrtCheckpointIO` what Lightning's dictionary does not: which weights train, and whose the moments are."""
+            """Passes to `OrtCheckpointIO` what Lightning's dictionary lacks: trainable weights, and the parameters of the moments."""
             named = {id(parameter): name for name, parameter in pl_module.named_parameters()}
             groups = [group for optimizer in trainer.optimizers[:1] for group in optimizer.param_groups]
             checkpoint[KEY] = {

@@ -1,1 +1,1 @@
-"""What can be done with whole checkpoints: convert, average, diff, verify, summarize. Reads and writes through `formats`."""
+"""Operations on whole checkpoints: convert, average, diff, verify, summarize. Reads and writes through `formats`."""

@@ -29,7 +29,7 @@ def average(
 
     Sums run in float64 and are rounded once. Integers are rounded to the nearest; booleans and strings must agree. Properties are kept
     where all inputs agree. The step is the furthest of all. A checkpoint with NaN or infinite values is refused; with `skip_bad` it is
-    left out with a warning, and the weights of the others count alone.
+    left out with a warning, and only the weights of the others count.
     """
     if isinstance(states_or_paths, CheckpointState):  # type: ignore[unreachable]  # iterating over it would give names of parameters
         raise CheckpointError("expected a list of checkpoints, not a single state", remedy="Pass [a, b, ...].")
@@ -126,7 +126,7 @@ class _Averager:
         total = torch.zeros(pieces[0].shape, dtype=wide)
         for share, piece in zip(self.shares, pieces, strict=True):
             total.add_(piece.to(wide), alpha=share)
-        if not exact and not _adds_up(total):  # one look at the sum is one at every piece: NaN and infinities stay in it
+        if not exact and not _adds_up(total):  # checking the sum checks every piece: NaN and infinities propagate
             self._look_for_bad(name, pieces, wide)
         return (total.round() if exact else total).to(dtype)
 
@@ -157,7 +157,7 @@ class _Averager:
 
 
 def _adds_up(values: torch.Tensor) -> bool:
-    """False where a value is NaN or infinite (or where finite ones are so large that it takes a closer look)."""
+    """False if a value is NaN or infinite (or if finite ones are so large that a closer check is needed)."""
     return bool(values.sum().isfinite())
 
 
@@ -216,7 +216,7 @@ def _check_same_tensors(first: CheckpointState, state: CheckpointState, label: s
                 f"{tuple(other.shape)} {other.dtype}, the first input has {tuple(value.shape)} {value.dtype}",
                 path=label,
                 field=key,
-                remedy="Average checkpoints of one model only; `torch-ort-ckpt diff` shows where they part.",
+                remedy="Average checkpoints of one model only; `torch-ort-ckpt diff` shows where they differ.",
             )
 
 

@@ -158,8 +158,8 @@ def _verify(
     options: dict[str, Any],
     reader: ReadBack | None,
 ) -> None:
-    """Load what was written and compare it. Of tensors whose bytes were read back already, type, shape and both ends: that the file's
-    index leads to them."""
+    """Load what was written and compare it. Tensors already read back: only type, shape and both ends, to check that the file's
+    index points to them."""
     again = load(destination, format=target)
     read = dict(again.tensors())
     release = _releasing((*buffers, *again._buffers), None)
@@ -168,7 +168,7 @@ def _verify(
         if options.get("groups") == "merge" and name.startswith("optimizer/"):
             return True
         if name not in read:
-            return target == "onnx"  # a model takes only what it has initializers for; the writer has said so
+            return target == "onnx"  # a model holds only tensors it has initializers for; the writer has warned
         if reader and not is_string(value) and (value.data_ptr(), nbytes(value)) in reader.compared:
             return same_ends(value, read[name])
         release(nbytes(value))
@@ -180,5 +180,5 @@ def _verify(
                 "what was read back is not what was written",
                 path=destination,
                 field=name if not (reader and reader.damaged) else None,
-                remedy="Keep the source, and check the medium: the file was changed or damaged after it was written.",
+                remedy="Keep the source, and check the disk: the file was changed or damaged after it was written.",
             )

@@ -1,4 +1,4 @@
-"""Is this checkpoint whole, and are its numbers sound?"""
+"""Checks that a checkpoint is complete and its values are valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 22
 
 @dataclass
 class Verification:
-    """The result of `verify`: what is wrong, in words. True when nothing is."""
+    """The result of `verify`: the problems found, as text. True if there are none."""
 
     path: str
     format: str | None = None
@@ -75,7 +75,7 @@ def tensor_problems(value: Value) -> list[str]:
 
 def state_problems(state: CheckpointState) -> list[str]:
     """What is wrong between tensors rather than inside one."""
-    problems = [f"mixed_precision/{name}: is not what its master rounds to" for name in state.stale_aliases()]
+    problems = [f"mixed_precision/{name}: differs from its rounded master" for name in state.stale_aliases()]
     parameters = state.parameters
     for group_name, group in state.optimizer.items():
         if group.step < 0:
@@ -83,7 +83,7 @@ def state_problems(state: CheckpointState) -> list[str]:
         for param, moments in group.states.items():
             where = f"optimizer/{group_name}/{param}"
             if param not in parameters:
-                problems.append(f"{where}: moments of a parameter that is not there")
+                problems.append(f"{where}: moments of a parameter that does not exist")
                 continue
             shape = tuple(parameters[param].shape)
             for moment, value in moments.items():

@@ -1,4 +1,4 @@
-"""A running model as a `CheckpointState` and back: parameters, moments, learning rate, scheduler, step and dropout's position."""
+"""A live model as a `CheckpointState` and back: parameters, moments, learning rate, scheduler, step and dropout's RNG position."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from .optimizer import OrtOptimizer
 
 SEED, DRAWS, SCHEDULER = "runtime.seed", "runtime.draws", "runtime.scheduler"
-"""Properties that carry what ORT's checkpoints have no place for."""
+"""Properties for what ORT's checkpoint format has no field for."""
 
 
 def take(
     model: OrtModule, optimizer: OrtOptimizer | None, scheduler: Any, properties: Mapping[str, int | float | str] | None
 ) -> CheckpointState:
-    """The state as it is now. Tensors are the live ones, nothing is copied: save it, or `clone()` it, before training goes on."""
+    """The current state. Tensors are not copied: save it, or `clone()` it, before training continues."""
     tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
     if optimizer is not None:
         model.refuse_computed(model.artifacts.trainable)
@@ -51,7 +51,7 @@ def take(
 def restore(
     model: OrtModule, source: CheckpointState | PathLike, optimizer: OrtOptimizer | None, scheduler: Any, *, strict: bool = True
 ) -> None:
-    """Put a state into the model's own tensors (and the optimizer's): everything is checked before anything changes."""
+    """Copy a state into the tensors of the model and the optimizer. Everything is checked before anything changes."""
     from ..formats import load
 
     state = source if isinstance(source, CheckpointState) else load(source)

@@ -14,7 +14,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Loop:
-    """What one step leaves for the next. Not attributes of the module, where setting one takes ten times as long."""
+    """State kept between steps. Not attributes of the module, where setting one takes ten times as long."""
 
     def __init__(self, overwrite: bool = False) -> None:
         self.lock = threading.RLock()  # gradients of a step must be in place before another thread's step may use their memory
@@ -25,16 +25,16 @@ class Loop:
         return Loop, (self.overwrite,)
 
     def deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
-        """Add gradients to `.grad`, or put them in its place where there is none yet or it is to be overwritten."""
+        """Add gradients to `.grad`, or assign them if it is None or to be overwritten."""
         if self.overwrite and not all(map(_requires_grad, parameters)):
             for parameter in parameters:
-                if not parameter.requires_grad:  # frozen since: it has no gradient any more, and an optimizer leaves it alone
+                if not parameter.requires_grad:  # frozen since: without a gradient, an optimizer skips it
                     parameter.grad = None
         pairs = [pair for pair in zip(parameters, gradients, strict=True) if pair[0].grad is not pair[1]]
         if self.overwrite and pairs:
             written = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.grad is gradient}
             for parameter, _ in pairs:
-                if id(parameter) not in written:  # a tied parameter has several gradients, one of them in place already
+                if id(parameter) not in written:  # a tied parameter has several gradients, one of them is already in place
                     parameter.grad = None
         old, new = [], []
         for parameter, gradient in pairs:
@@ -52,7 +52,7 @@ class Loop:
 
 
 def through_computed(parameters: list[torch.Tensor], gradients: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Hand the gradients of computed parameters on to what they are computed from; returns the other ones with theirs."""
+    """Propagate the gradients of computed parameters to what they are computed from; returns the other parameters and gradients."""
     pairs = list(zip(parameters, gradients, strict=True))
     if computed := [pair for pair in pairs if not pair[0].is_leaf]:
         torch.autograd.backward([value for value, _ in computed], [gradient.clone() for _, gradient in computed])

@@ -1,4 +1,4 @@
-"""What the user passes to a graph: put in order, checked, and converted where that loses nothing."""
+"""The user's inputs of a graph: put in order, checked, and converted where that is lossless."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def ordered_inputs(
 
 
 class ShapeCheck:
-    """Compares shapes with those of the graph. Shapes that passed once are not looked at again.
+    """Compares shapes with those of the graph. Shapes that passed once are not checked again.
 
-    With `any_batch`, inputs of a graph exported for one batch size may have another, the same for all: PyTorch runs it all the same.
+    With `any_batch`, inputs of a graph exported for one batch size may have another, the same for all: PyTorch can run it.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], dimensions: Mapping[str, int]) -> None:
@@ -68,7 +68,7 @@ class ShapeCheck:
         self._accepted.add(shapes)
 
     def _look(self, shapes: Sequence[torch.Size], any_batch: bool) -> None:
-        known: dict[int | str, tuple[int, str]] = {}  # of open dimensions, the size that came first
+        known: dict[int | str, tuple[int, str]] = {}  # of symbolic dimensions, the first size seen
         for spec, shape in zip(self._specs, shapes, strict=True):
             wanted = spec.shape if spec.shape is not None else ("?",) * len(shape)
             if len(shape) != len(wanted):
@@ -82,9 +82,9 @@ class ShapeCheck:
                 expected, why = (fixed, "") if fixed is not None else (first[0], f": {name!r} is {first[0]} in {first[1]!r}")
                 if size == 0 and name != 0:
                     raise CheckpointError(
-                        f"is empty {list(shape)}, and a graph can't be run on nothing",
+                        f"is empty {list(shape)}, and a graph can't run on an empty input",
                         field=spec.name,
-                        remedy="Leave empty batches out.",
+                        remedy="Skip empty batches.",
                     )
                 if expected > 0 and size != expected:
                     raise CheckpointError(
@@ -113,7 +113,7 @@ def _merge(specs: Sequence[TensorSpec], args: Sequence[Any], kwargs: Mapping[str
 def _converted(spec: TensorSpec, given: Any, device: torch.device, differentiable: bool) -> torch.Tensor:
     if spec.dtype is None:
         raise UnsupportedError(
-            "is not a tensor of numbers that PyTorch has (but strings, a sequence, or 4-bit numbers)",
+            "has a type that PyTorch tensors don't support (strings, a sequence, or 4-bit numbers)",
             field=spec.name,
             remedy="Compute it outside the graph, and export a graph that takes numbers.",
         )
@@ -155,7 +155,7 @@ def _as_tensor(spec: TensorSpec, given: Any, device: torch.device) -> torch.Tens
 
 
 def _refuse_changed(spec: TensorSpec, value: torch.Tensor, converted: torch.Tensor) -> None:
-    """Integers that the graph's type can't hold would be others in it."""
+    """Raise for integers that would overflow in the graph's type."""
     changed = (converted.to(value.dtype) != value) | ((converted < 0) != (value < 0))
     if bool(changed.any()):
         raise CheckpointError(

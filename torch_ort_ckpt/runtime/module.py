@@ -41,7 +41,7 @@ class OrtModule(TrainingGraph):
     The result is the loss alone, or a tuple of the loss and the graph's extra outputs (which carry no gradients).
 
     - `dimensions` fixes symbolic dimensions (`{"batch": 8}`); `threads` is ORT's thread count.
-    - `seed` is what dropout starts from; `torch.initial_seed()` unless given, so that `torch.manual_seed` governs it.
+    - `seed` seeds dropout; defaults to `torch.initial_seed()`, so that `torch.manual_seed` controls it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OrtModule(TrainingGraph):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
         run: Callable[[], Any] = partial(self._run, args, kwargs)
-        for scope in self._sharded_scopes():  # whose parameters are whole while its own forward runs
+        for scope in self._sharded_scopes():  # its parameters are gathered while its own forward runs
             run = partial(scope, run)
         return run()
 
@@ -115,12 +115,12 @@ class OrtModule(TrainingGraph):
         """Loss (and extra outputs) of the training graph without autograd; gradients are added to `.grad`, as `backward` would."""
         if (type(self) is not OrtModule and is_fsdp(self)) or self._sharded_scopes():
             raise UnsupportedError(
-                "train_step goes around the forward in which FSDP2 gathers parameters, and the backward in which it reduces gradients",
+                "train_step bypasses the forward in which FSDP2 gathers parameters, and the backward in which it reduces gradients",
                 remedy="Use loss = model(...) and loss.backward().",
             )
         loop, computed = self._loop, list[str]()
         if not torch.is_grad_enabled():
-            with torch.enable_grad():  # a computed parameter hands its gradient on
+            with torch.enable_grad():  # a computed parameter propagates its gradient
                 return self.train_step(*args, **kwargs)
         if self._forward_pre_hooks:
             compute_values([self])
@@ -141,19 +141,19 @@ class OrtModule(TrainingGraph):
         return outputs[0] if len(outputs) == 1 else outputs
 
     def lazy_reset_grad(self) -> None:
-        """The next `train_step` writes over the gradients instead of adding to them (cheaper than setting each `.grad` to None)."""
+        """The next `train_step` overwrites the gradients instead of adding to them (cheaper than setting each `.grad` to None)."""
         self._loop.overwrite = True
 
     @property
     def engine(self) -> Engine:
-        """Who executes the graphs; made anew after a copy or a move to another device."""
+        """The engine that executes the graphs; recreated after a copy or a move to another device."""
         if self._engine is None:
             self._engine = make(self._engine_name, self.artifacts, self._options)
         return self._engine
 
     @property
     def nominal(self) -> bool:
-        """Whether some parameter has no value yet, the checkpoint being a nominal one."""
+        """Whether some parameter has no value yet, because the checkpoint is nominal."""
         return bool(self._unfilled)
 
     @property
@@ -162,7 +162,7 @@ class OrtModule(TrainingGraph):
         return self.nominal and self._unfilled != self._nominal_names
 
     def require_values(self) -> None:
-        """Refuse where values are wanted that a nominal checkpoint has not."""
+        """Raise if values are needed that a nominal checkpoint does not have."""
         if self._unfilled:
             names = [name for name in self._places if name in self._unfilled]
             raise CheckpointError(
@@ -197,17 +197,17 @@ class OrtModule(TrainingGraph):
         scheduler: Any = None,
         properties: Mapping[str, int | float | str] | None = None,
     ) -> CheckpointState:
-        """The whole training state, without copying: the tensors are the live ones. Save it with `toc.save`."""
+        """The whole training state. The tensors are not copied. Save it with `toc.save`."""
         return checkpoints.take(self, optimizer, scheduler, properties)
 
     def load_checkpoint(
         self, state: CheckpointState | PathLike, optimizer: OrtOptimizer | None = None, *, scheduler: Any = None, strict: bool = True
     ) -> None:
-        """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's position."""
+        """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's RNG position."""
         checkpoints.restore(self, state, optimizer, scheduler, strict=strict)
 
     def export_inference(self, path: PathLike, outputs: Sequence[str] | None = None) -> None:
-        """An ONNX model with the weights as they are now, for plain `onnxruntime`. `outputs` may name any value of the eval graph,
+        """Write an ONNX model with the current weights, for plain `onnxruntime`.  `outputs` may name any value of the eval graph,
         the loss too; without it the extra outputs are taken."""
         self.require_values()
         export_inference(self.artifacts, self.named_tensors(), path, outputs)
@@ -223,26 +223,26 @@ class OrtModule(TrainingGraph):
         return {name: lookup(owner, key) for name, (owner, key) in self._places.items()}
 
     def refuse_computed(self, names: Iterable[str]) -> None:
-        """Raise where one of these tensors is computed from others: a value put there would be lost."""
+        """Raise if one of these tensors is computed from others: a value assigned to it would be lost."""
         for name in names:
             if is_computed(*self._places[name]):
                 raise UnsupportedError(
-                    "is computed, by pruning, a weight norm or a parametrization: it can't be given a value, and has no moments",
+                    "is computed by pruning, a weight norm or a parametrization: it can't be assigned a value, and has no moments",
                     field=name,
                     remedy="Remove that first (prune.remove, remove_weight_norm, remove_parametrizations), or use model.state_dict().",
                 )
 
     def seed_dropout(self, seed: int, draws: int = 0) -> None:
-        """Where dropout starts: the base seed, and how many training runs have drawn from it."""
+        """Dropout's RNG position: the base seed, and the number of training runs that have used it."""
         self.seed, self.draws = seed, draws
         self._torch_seed = _torch_seed()
 
     def keep_optimizer_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
-        """Moments of a loaded checkpoint, until an optimizer takes them over."""
+        """Moments of a loaded checkpoint, until an optimizer takes them."""
         self.saved_moments.groups = dict(groups)
 
     def _register(self, state: CheckpointState) -> None:
-        """One parameter or buffer per tensor of the checkpoint, at the place its dotted name says."""
+        """One parameter or buffer per tensor of the checkpoint, at its dotted name."""
         specs = self.artifacts.parameters
         statistics = {name for norm in self._norms() for name in (norm.mean, norm.variance)}  # buffers in PyTorch
         self.properties = dict(state.properties)
@@ -253,7 +253,7 @@ class OrtModule(TrainingGraph):
         self.names = {"trainable": list(state.trainable), "frozen": [name for name in state.frozen if name not in self.string_tensors]}
         everything = [*self.names["trainable"], *self.names["frozen"]]
         counters = [name for name in everything if name.endswith("num_batches_tracked")]
-        # Every attribute exists before the first parameter does, which may have its name.
+        # Set every attribute before the first parameter, which may have the same name.
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._slots: list[tuple[nn.Module, str]] = []
         self._scopes: list[Scope] = []
@@ -281,7 +281,7 @@ class OrtModule(TrainingGraph):
         self._counters += [places[name] for name in counters for _ in range(used[name.rpartition(".")[0]])]
 
     def _slots_side_by_side(self, state: CheckpointState) -> dict[str, torch.Tensor]:
-        """Memory for the trainable parameters, in the order their gradients will have: an update then treats them as one."""
+        """Memory for the trainable parameters, in the order of their gradients: an update then treats them as one tensor."""
         if self.engine.name != "ort" or self._options.device.type != "cpu":
             return {}
         specs = self.artifacts.parameters
@@ -293,7 +293,7 @@ class OrtModule(TrainingGraph):
         return dict(zip(shapes, side_by_side(list(shapes.values())), strict=True))
 
     def _tensors(self, training: bool, computed: list[str] | None = None) -> list[torch.Tensor]:
-        """The tensors of the graph's parameters as they are now: anyone may have replaced them since the last step."""
+        """The current tensors of the graph's parameters: they may have been replaced since the last step."""
         if self._unfilled:
             self.require_values()
         if self._hooked:
@@ -313,14 +313,14 @@ class OrtModule(TrainingGraph):
 
     @torch.no_grad()
     def _detach_computed(self) -> None:
-        """Parameters computed by hooks, as leaves: PyTorch copies no other tensors."""
+        """Parameters computed by hooks, as leaves: PyTorch can deepcopy only leaf tensors."""
         refresh_values([self, *self._hooked])
 
     def _norms(self) -> list[BatchNorm]:
         return batch_norms(self.artifacts.training) if self.artifacts.training is not None else []
 
     def _count_batches(self) -> None:
-        """BatchNorm counts the batches it has seen in a buffer that no graph knows of."""
+        """Update `num_batches_tracked` of BatchNorm, which the graph does not contain."""
         if not self._counters:
             return
         counters = [lookup(*place) for place in self._counters]
@@ -332,21 +332,21 @@ class OrtModule(TrainingGraph):
                 foreach_add_(counters, 1)
             return
         with self._loop.lock:
-            for counter in counters:  # after a run has emptied the caches, PyTorch's operator would take 100 us
+            for counter in counters:  # with cold caches after a run, PyTorch's operator takes 100 us
                 ctypes.c_int64.from_address(counter.data_ptr()).value += 1
 
     def _next_seed(self) -> int | None:
-        """A number for this step's random draws, from the base seed and how many steps were drawn for."""
+        """The seed of this step, from the base seed and the number of steps seeded so far."""
         if self.engine.differentiable or not self.artifacts.random:
             return None
         with self._loop.lock:
-            if self._follows_torch and _torch_seed() != self._torch_seed:  # the user called torch.manual_seed since
+            if self._follows_torch and _torch_seed() != self._torch_seed:  # torch.manual_seed was called since
                 self.seed_dropout(_torch_seed())
             self.draws += 1
             return _mix(self.seed + self.draws * 0x9E3779B97F4A7C15)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As for every module; of a nominal checkpoint only when all values are there."""
+        """As for every module; for a nominal checkpoint only when all values are set."""
         self.require_values()
         return super().state_dict(*args, **kwargs)
 
@@ -368,11 +368,11 @@ class OrtModule(TrainingGraph):
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Sessions can't be pickled; they are made anew on the other side."""
+        """Sessions can't be pickled; they are recreated after unpickling."""
         if self._options.session_options is not None:
             warn(
                 "session_options can't be pickled: the copy runs with ONNX Runtime's defaults. Where they matter (custom operators), "
-                "make OrtModule(artifacts, session_options=...) anew and load the state dict; copy.deepcopy keeps them."
+                "create OrtModule(artifacts, session_options=...) again and load the state dict; copy.deepcopy keeps them."
             )
         self._detach_computed()
         options = dataclasses.replace(self._options, session_options=None)

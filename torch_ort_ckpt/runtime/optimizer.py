@@ -37,26 +37,26 @@ from .optimizer_state import (
 )
 
 HYPERPARAMETERS = ("betas", "eps", "weight_decay")
-"""What AdamW's graph holds as attributes; a parameter group (or a scheduler, like OneCycleLR) may have other values."""
+"""Attributes of AdamW's graph; a parameter group (or a scheduler, like OneCycleLR) may set other values."""
 
 _States = tuple[list[torch.Tensor], list[dict[str, Any]], list[dict[str, Any]]]
-"""Parameters, all entries of the optimizer's state, and those of the parameters."""
+"""Parameters, all entries of the optimizer's state, and the entries of these parameters."""
 
 _MOMENTS_OF = {kind: [itemgetter(name) for name in names] for kind, names in MOMENTS.items()}
 _is_none, _grad, _step_of = partial(_is, None), attrgetter("grad"), itemgetter("step")
 
 
 class OrtOptimizer(torch.optim.Optimizer):
-    """Updates the model's parameters as `optimizer_model.onnx` says.
+    """Updates the model's parameters as `optimizer_model.onnx` defines.
 
     The graph runs in ONNX Runtime; with `fused=True` the same mathematics run on PyTorch's kernels (the only way on CUDA and without
     ONNX Runtime, and the default there). The rate is read from `param_groups` at each step, so every scheduler works. Moments and step
-    of the checkpoint that the model was loaded from are taken over, by the first optimizer of each parameter; `lr` defaults to its rate,
+    of the checkpoint that the model was loaded from go to the first optimizer of each parameter; `lr` defaults to its rate,
     or ORT's 0.001.
 
-    `params` may give groups with rates of their own, as for any PyTorch optimizer. Parameters come in the order of
-    `model.named_parameters()`, and state dicts have their names. A parameter without a gradient is not stepped, and each has its own
-    count, as in PyTorch (ORT's checkpoints have one for all: they keep the others in properties of ours).
+    `params` may define groups with their own rates, as for any PyTorch optimizer. Parameters are in the order of
+    `model.named_parameters()`, and state dicts contain their names. A parameter without a gradient is not stepped, and each has its own
+    count, as in PyTorch (ORT's checkpoints have one count for all: the others are kept in properties of this library).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         self.updated = False
         self._updater: Updater | None = None
         self._known_states: dict[int, _States] = {}
-        self._key = uuid.uuid4().hex  # by which the model knows whose moments a parameter's are
+        self._key = uuid.uuid4().hex  # identifies to the model which optimizer has a parameter's moments
         saved = self.model.saved_moments.groups
         if lr is None:
             lr = next((group.lr for group in saved.values() if group.lr is not None), DEFAULT_LR)
@@ -94,9 +94,9 @@ class OrtOptimizer(torch.optim.Optimizer):
             self.load_groups(saved)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. `self.updated` tells whether it was made: graphs can skip it, and without gradients there is none; the step count
-        then stays."""
-        # PyTorch's wrapper around every `step` costs as much as the graph's run on a small model: only where it has something to do.
+        """One update. `self.updated` is False if it was skipped: by the graph, or because there are no gradients; the step count
+        then does not change."""
+        # PyTorch's wrapper around `step` takes as long as the graph on a small model, so it is only used when needed.
         if closure is not None or self._is_watched() or torch.compiler.is_compiling():
             return self._watched_step(closure)
         before = torch.is_grad_enabled()
@@ -110,11 +110,11 @@ class OrtOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # tells torch.optim.Optimizer not to wrap it
 
     def _is_watched(self) -> bool:
-        """Whether there are step hooks to call, or a profiler to tell."""
+        """Whether there are step hooks to call, or a profiler is active."""
         return has_step_hooks(self) or profiler_enabled()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for every optimizer; without the record for a profiler where there is none, which takes longer than the rest."""
+        """As for every optimizer, but without `record_function` if no profiler is active: it takes longer than the rest."""
         if not set_to_none or profiler_enabled() or torch.compiler.is_compiling():
             super().zero_grad(set_to_none)
             return
@@ -212,7 +212,7 @@ class OrtOptimizer(torch.optim.Optimizer):
             share_steps([self.state[parameter] for parameter in group["params"] if self.state.get(parameter)], self.spec)
 
     def create_moments(self) -> None:
-        """Make the moments now (zeros), rather than at a parameter's first update."""
+        """Create the moments now (zeros), rather than at a parameter's first update."""
         for group in self.param_groups:
             self._create_states(group["params"], group)
 
@@ -232,10 +232,10 @@ class OrtOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group with a rate and hyper-parameters of its own: the graph runs once per group."""
+        """Add a group with its own rate and hyper-parameters: the graph runs once per group."""
         if self.spec.max_norm is not None and self.param_groups:
             raise UnsupportedError(
-                "the graph clips the gradients of all parameters together, it can't serve several groups",
+                "the graph clips the gradients of all parameters together, so it does not support several groups",
                 remedy="Export the optimizer without max_norm and clip with torch.nn.utils.clip_grad_norm_.",
             )
         check_options(param_group, self.spec)
@@ -252,12 +252,12 @@ class OrtOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": [(names[id(value)], value) for value in values]})
 
     def _claim(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """This optimizer has the moments of the parameters from now on; returns those of which another one has some."""
+        """Register this optimizer as owner of the parameters' moments; returns those that another optimizer has moments for."""
         names = {id(value): name for group in self.param_groups for name, value in zip(group["param_names"], group["params"], strict=True)}
         return self.model.saved_moments.claim([names[id(parameter)] for parameter in parameters], self._key)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW` has it: every parameter with a step tensor of its own."""
+        """The same structure as `torch.optim.AdamW`: every parameter has its own step tensor."""
         result: dict[str, Any] = super().state_dict()
         result["state"] = {
             index: {key: value.clone() if key == "step" else value for key, value in state.items()}
@@ -279,7 +279,7 @@ class OrtOptimizer(torch.optim.Optimizer):
                 check_counts({int(state.get("step", 0)): state for state in states if MOMENTS[self.spec.kind]}, self.spec, self.fused)
             return found
 
-        handle = self.register_load_state_dict_pre_hook(match)  # the last one: hooks of the user may add names
+        handle = self.register_load_state_dict_pre_hook(match)  # runs last: user hooks may add names
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -298,7 +298,7 @@ class OrtOptimizer(torch.optim.Optimizer):
             self._claim(owners)
 
     def set_step(self, parameter: torch.Tensor, count: int) -> None:
-        """Set how many steps a parameter has had."""
+        """Set a parameter's step count."""
         group = next(group for group in self.param_groups if any(own is parameter for own in group["params"]))
         self._create_states([parameter], group)
         self.state[parameter]["step"] = count_tensor(count)
@@ -333,15 +333,15 @@ class OrtOptimizer(torch.optim.Optimizer):
         return result
 
     def _saved_hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """By PyTorch's names, and what PyTorch has no name for where it is not as in `torch.optim`."""
+        """By PyTorch's names, plus what PyTorch has no name for if it differs from `torch.optim`."""
         own = () if self.spec.kind == "SGD" else HYPERPARAMETERS
         return {key: list(group[key]) if key == "betas" else group[key] for key in own if key in group} | self.spec.beyond_torch
 
     @torch.no_grad()
     def load_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
-        """Take over moments, steps and (where known) the rate of a checkpoint. Everything is checked before anything changes.
+        """Load moments, steps and (if known) the rate of a checkpoint. Everything is checked before anything changes.
 
-        Parameters that the checkpoint has no moments for start from zero; where it has none at all, only the step is taken over, as ORT
+        Parameters that the checkpoint has no moments for start from zero; if it has none at all, only the step is loaded, as ORT
         does.
         """
         loaded = []
@@ -366,7 +366,7 @@ class OrtOptimizer(torch.optim.Optimizer):
             self._claim([parameters[name] for name in made])
 
     def to_torch(self) -> torch.optim.Optimizer:
-        """A plain `torch.optim.AdamW` or `SGD` that goes on from here, where PyTorch has the same mathematics."""
+        """A plain `torch.optim.AdamW` or `SGD` that continues from this state, if PyTorch has the same mathematics."""
         spec = self.spec
         if not spec.known:
             raise UnsupportedError("the hyper-parameters of a .ort optimizer graph can't be read", remedy="Keep optimizer_model.onnx.")
@@ -376,7 +376,7 @@ class OrtOptimizer(torch.optim.Optimizer):
             )
         if spec.kind == "AdamW" and (spec.adam_mode == 1 or not spec.correct_bias):
             raise UnsupportedError(
-                f"adam_mode={spec.adam_mode}, correct_bias={spec.correct_bias}: epsilon and decay enter unlike in torch.optim.AdamW",
+                f"adam_mode={spec.adam_mode}, correct_bias={spec.correct_bias}: torch.optim.AdamW applies epsilon and decay differently",
                 remedy="Use OrtOptimizer(fused=True), or export with adam_mode=0.",
             )
         groups = [{key: value for key, value in group.items() if key not in ("foreach", "fused")} for group in self.param_groups]

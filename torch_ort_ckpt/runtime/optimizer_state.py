@@ -1,4 +1,4 @@
-"""What `OrtOptimizer` takes over: state dicts matched by parameter name, options that the graph has, step counts per parameter."""
+"""State that `OrtOptimizer` loads: state dicts matched by parameter name, options of the graph, step counts per parameter."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SWITCHES = {"AdamW": ("amsgrad", "maximize"), "SGD": ("momentum", "weight_decay
 """Options of PyTorch's optimizers that the graphs do not have."""
 
 _NAMES_REMEDY = (
-    "Make the optimizer from model.named_parameters() before saving its state, "
+    "Create the optimizer from model.named_parameters() before saving its state, "
     'or add the names in its order: state_dict["param_groups"][i]["param_names"] = [...].'
 )
 
 
 def in_own_order(content: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], spec: OptimizerSpec, graph: list[str]) -> dict[str, Any]:
-    """A state dict whose parameters come in the order of `groups`, checked: by their names, or by their shapes where it has none.
+    """The state dict with its parameters in the order of `groups`, checked by their names, or by their shapes if it has none.
 
     `graph` is the order that `OrtOptimizer` had in release 0.1.0, whose state dicts have no names.
     """
@@ -87,7 +87,7 @@ def _by_position(theirs: Mapping[str, Any], own: Mapping[str, Any], number: int,
     members = set(own["param_names"])
     if "foreach" not in theirs and [name for name in graph if name in members] != own["param_names"]:  # torch.optim always has "foreach"
         raise CheckpointError(
-            "the state dict has no param_names: an OrtOptimizer of an earlier release made it, whose parameters came in another order",
+            "the state dict has no param_names: it is from an OrtOptimizer of an earlier release, whose parameters were in another order",
             field="param_groups",
             remedy=f'Set state_dict["param_groups"][{number}]["param_names"] to model.artifacts.trainable, or to the order you gave.',
         )
@@ -96,7 +96,7 @@ def _by_position(theirs: Mapping[str, Any], own: Mapping[str, Any], number: int,
 
 def _check_moments(state: Mapping[str, Any], name: str, parameter: torch.Tensor, spec: OptimizerSpec) -> None:
     if state and (missing := [key for key in (*MOMENTS[spec.kind], "step") if key not in state and spec.kind != "SGD"]):
-        raise CheckpointError(f"the state has no {missing[0]}", field=name, remedy="It is of another kind of optimizer.")
+        raise CheckpointError(f"the state has no {missing[0]}", field=name, remedy="It is from another kind of optimizer.")
     for key, value in state.items():
         if key != "step" and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
             raise CheckpointError(
@@ -108,7 +108,7 @@ def _check_moments(state: Mapping[str, Any], name: str, parameter: torch.Tensor,
 
 
 def torch_defaults(spec: OptimizerSpec) -> dict[str, Any]:
-    """What a torch.optim parameter group of this kind holds, so that states can be exchanged."""
+    """The keys of a torch.optim parameter group of this kind, so that states are interchangeable."""
     if spec.kind == "SGD":
         return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
     return {
@@ -123,13 +123,13 @@ def torch_defaults(spec: OptimizerSpec) -> dict[str, Any]:
 
 @dataclass
 class SavedMoments:
-    """A checkpoint's moments until optimizers take them over, and which optimizer (known by a key) has those of which parameter."""
+    """A checkpoint's moments until optimizers take them, and which optimizer (by key) has the moments of which parameter."""
 
     groups: dict[str, OptimizerGroup]
     owners: dict[str, str] = field(default_factory=dict)
 
     def claim(self, names: Sequence[str], optimizer: str) -> list[str]:
-        """The optimizer has the moments of these parameters from now on; returns those that another one had before."""
+        """Register the optimizer as owner of these parameters' moments; returns those that another one had before."""
         claimed = set(names)
         elsewhere = [name for name in names if self.owners.get(name, optimizer) != optimizer]
         self.owners.update(dict.fromkeys(names, optimizer))
@@ -144,7 +144,7 @@ class SavedMoments:
 def warn_of_zeros(names: Sequence[str]) -> None:
     warn(
         f"this OrtOptimizer starts the moments of {len(names)} parameters ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''}) from "
-        "zero; another one of this model has moments of them. To go on from those, call load_state_dict(other.state_dict()), or "
+        "zero; another optimizer of this model has moments for them. To continue from those, call load_state_dict(other.state_dict()), or "
         "model.load_checkpoint(state, optimizer), before the first step."
     )
 
@@ -152,7 +152,7 @@ def warn_of_zeros(names: Sequence[str]) -> None:
 def states_from(
     groups: Mapping[str, OptimizerGroup], parameters: Mapping[str, torch.Tensor], spec: OptimizerSpec
 ) -> dict[str, dict[str, Any]]:
-    """The states of the parameters that a checkpoint has moments for. Where it has none at all, zeros at its step, as in ORT."""
+    """The states of the parameters that a checkpoint has moments for. If it has none at all, zeros at its step, as in ORT."""
     saved = {name: (group.step, states) for group in groups.values() for name, states in group.states.items() if states}
     members = [name for name in parameters if name in saved]
     if not saved and (step := max((group.step for group in groups.values()), default=0)):
@@ -163,7 +163,7 @@ def states_from(
         return made
     made = {name: {"step": count_tensor(saved[name][1].get("step", saved[name][0]))} for name in members}
     if spec.kind == "SGD" and (odd := [name for name in members if "momentum1" in saved[name][1]]):
-        raise CheckpointError("the moments are of another kind of optimizer, the graph runs SGD", field=odd[0], remedy=_WEIGHTS_ONLY)
+        raise CheckpointError("the moments are from another kind of optimizer, the graph runs SGD", field=odd[0], remedy=_WEIGHTS_ONLY)
     for number, key in enumerate(MOMENTS[spec.kind]):
         for name, place in zip(members, zeros_like_all([parameters[name] for name in members]), strict=True):
             moment = saved[name][1].get(f"momentum{number}")
@@ -177,7 +177,7 @@ _WEIGHTS_ONLY = "Load weights only: leave the optimizer out of load_checkpoint."
 
 
 def check_options(group: Mapping[str, Any], spec: OptimizerSpec) -> None:
-    """Refuse what `torch.optim` can do and the graph can't: it would be ignored."""
+    """Raise for options of `torch.optim` that the graph does not support: they would be ignored."""
     found = [key for key in _SWITCHES[spec.kind] if group.get(key)]
     if spec.kind == "AdamW" and group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
         found.append("decoupled_weight_decay")
@@ -198,7 +198,7 @@ def count_tensor(count: int | torch.Tensor) -> torch.Tensor:
 
 
 def share_steps(states: Sequence[dict[str, Any]], spec: OptimizerSpec) -> dict[int, list[int]]:
-    """Give states of the same count one tensor; returns the positions by count. For SGD the count is the group's, as in ORT."""
+    """Let states of the same count share one tensor; returns the positions by count. For SGD the count is the group's, as in ORT."""
     tensors = {id(state["step"]): state["step"] for state in states}
     counts = {key: int(torch.as_tensor(value).item()) for key, value in tensors.items()}
     if spec.kind == "SGD":
@@ -214,7 +214,7 @@ def share_steps(states: Sequence[dict[str, Any]], spec: OptimizerSpec) -> dict[i
 
 
 def part_steps(states: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
-    """`states` are about to be stepped and `others` are not: they share no tensor from now on."""
+    """`states` are about to be stepped and `others` are not: separate their step tensors."""
     kept = {id(state["step"]) for state in others}
     copies: dict[int, torch.Tensor] = {}
     for state in states:
@@ -226,13 +226,13 @@ def part_steps(states: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]
 
 
 def check_counts(counts: Mapping[int, Any], spec: OptimizerSpec, fused: bool) -> None:
-    """Refuse different counts where the graph can't run once for each of them."""
+    """Raise for different counts if the graph can't run once for each of them."""
     if len(counts) < 2 or fused or (spec.known and spec.max_norm is None):
         return
     why = "clips the gradients of all parameters together" if spec.known else "is a .ort file, which may clip all gradients together"
     raise UnsupportedError(
         f"parameters of one group are at different steps ({min(counts)} to {max(counts)}), as some were frozen for a while; the graph "
-        f"{why}, so it takes one step count for all",
+        f"{why}, so it supports only one step count for all",
         field="step",
         remedy="Use OrtOptimizer(fused=True), or export the optimizer without max_norm."
         if spec.known
@@ -241,7 +241,7 @@ def check_counts(counts: Mapping[int, Any], spec: OptimizerSpec, fused: bool) ->
 
 
 def source_group(groups: Mapping[str, OptimizerGroup], members: Sequence[str], index: int) -> OptimizerGroup | None:
-    """The checkpoint's group that a parameter group continues: the one of its members."""
+    """The checkpoint's group that a parameter group continues: the one its members are in."""
     owner = {name: key for key, group in groups.items() for name in group.states}
     found = sorted({owner[name] for name in members if name in owner})
     if not found:
@@ -250,8 +250,8 @@ def source_group(groups: Mapping[str, OptimizerGroup], members: Sequence[str], i
     for key in found[1:]:
         if (groups[key].lr, groups[key].hyperparameters) != (first.lr, first.hyperparameters):
             raise UnsupportedError(
-                f"parameter group {index} of the optimizer mixes the checkpoint's groups {', '.join(found)}, which have rates or "
-                "hyper-parameters of their own",
+                f"parameter group {index} of the optimizer mixes the checkpoint's groups {', '.join(found)}, which have different rates or "
+                "hyper-parameters",
                 field="param_groups",
                 remedy="Give the optimizer the same groups (params=).",
             )

@@ -32,7 +32,7 @@ class Scope(nn.Module):
             super().__setattr__(name, value)
 
     def forward(self, run: Callable[[], Any]) -> Any:
-        """FSDP2 gathers a module's parameters before its forward, and gives them up after it: the graph runs in between."""
+        """FSDP2 gathers a module's parameters before its forward and frees them after it: the graph runs in between."""
         return run()
 
     def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,17 +62,17 @@ class Scope(nn.Module):
 
 
 def _is_sharding(hook: Any) -> bool:
-    """Whether it is one of FSDP2's own, for whose sake a sharded submodule's forward is called after all."""
+    """Whether it is one of FSDP2's own hooks, for which a sharded submodule's forward is called after all."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def computes_values(hook: Any) -> bool:
-    """Whether a forward pre-hook sets a parameter's value and looks at no input: pruning, and the older weight and spectral norm."""
+    """Whether a forward pre-hook sets a parameter's value and ignores its inputs: pruning, and the older weight and spectral norm."""
     return isinstance(hook, BasePruningMethod) or type(hook).__module__ in _VALUE_HOOKS
 
 
 def compute_values(modules: Iterable[nn.Module]) -> None:
-    """What the forward of each of these modules would do first, were it ever called."""
+    """Run the forward pre-hooks of these modules, whose forward is never called."""
     for module in modules:
         for hook in list(module._forward_pre_hooks.values()):
             if computes_values(hook):
@@ -80,7 +80,7 @@ def compute_values(modules: Iterable[nn.Module]) -> None:
 
 
 def refresh_values(modules: Iterable[nn.Module]) -> None:
-    """The same between two steps: a spectral norm takes its next iteration only in a forward."""
+    """The same between two steps: a spectral norm runs its power iteration only in a forward."""
     for module in modules:
         before, module.training = module.training, False
         try:
@@ -90,7 +90,7 @@ def refresh_values(modules: Iterable[nn.Module]) -> None:
 
 
 def place(root: nn.Module, name: str, hooked: list[Scope]) -> tuple[nn.Module, str]:
-    """Walks dotted names through scopes. Goes around `register_parameter`, which refuses names that ORT allows."""
+    """Walks dotted names through scopes. Bypasses `register_parameter`, which refuses names that ORT allows."""
     *path, key = name.split(".")
     owner = root
     for part in path:
@@ -103,7 +103,7 @@ def place(root: nn.Module, name: str, hooked: list[Scope]) -> tuple[nn.Module, s
 def materialize(
     name: str, value: torch.Tensor, specs: Mapping[str, Any], nominal: bool, device: torch.device, slot: torch.Tensor | None
 ) -> torch.Tensor:
-    """A tensor of the module's own with a checkpoint's value, in `slot` where there is one; zeros of a nominal checkpoint."""
+    """A new tensor with a checkpoint's value, in `slot` if given; zeros for a nominal checkpoint."""
     if slot is not None:
         return slot if nominal else slot.copy_(value.detach())
     if not nominal:
@@ -113,7 +113,7 @@ def materialize(
 
 
 def tree_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The names of all parameters and buffers as `state_dict` orders them: a module's own before those of its parts."""
+    """The names of all parameters and buffers in `state_dict` order: a module's own before those of its submodules."""
     yield from (prefix + key for key in (*module._parameters, *module._buffers))
     for name, part in module._modules.items():
         if part is not None:
@@ -121,7 +121,7 @@ def tree_order(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def lookup(owner: nn.Module, key: str, computed: list[str] | None = None) -> torch.Tensor:
-    """A parameter, a buffer, or what a parametrization or a hook computes in its place (then its name is added to `computed`)."""
+    """A parameter, a buffer, or the value that a parametrization or hook computes for it (its name is then added to `computed`)."""
     value: Any = owner._parameters.get(key)
     if value is None:
         value = owner._buffers.get(key)

@@ -48,8 +48,8 @@ class TrainingSession:
             return self.model.eval()(*args, **kwargs)
 
     def optimizer_step(self) -> bool:
-        """One update; whether the graph made it. Before any `train_step` the gradients are zeros, as in ORT: the step counts, weights
-        decay and moments fade."""
+        """One update; returns whether it was applied. Before any `train_step` the gradients are zeros, as in ORT: the step counts, weights
+        and moments decay."""
         optimizer = self._optimizer()
         self.model.require_values()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -72,7 +72,7 @@ class TrainingSession:
         return float(self._optimizer().param_groups[0]["lr"])
 
     def register_scheduler(self, factory: Callable[[OrtOptimizer], Any]) -> Any:
-        """`factory` makes a `torch.optim.lr_scheduler` from the optimizer: `lambda opt: LinearLR(opt, total_iters=100)`."""
+        """`factory` creates a `torch.optim.lr_scheduler` from the optimizer: `lambda opt: LinearLR(opt, total_iters=100)`."""
         self.scheduler = factory(self._optimizer())
         return self.scheduler
 
@@ -100,7 +100,7 @@ class TrainingSession:
 
     @torch.no_grad()
     def set_state_tensors(self, tensors: Mapping[str, Any], strict: bool = True) -> None:
-        """Copy values into the session; a subset is enough. All names, shapes and types are checked before anything is touched.
+        """Copy values into the session; a subset is enough. All names, shapes and types are checked before anything changes.
 
         With `strict=False` unknown names are ignored (a wrong shape or type never is). A weight given only as its half-precision alias
         sets the master; given both, they must agree.
@@ -122,7 +122,7 @@ class TrainingSession:
             elif dtype is not None and base in masters:
                 if base in given and not alias_agrees(given[base], value):
                     raise CheckpointError(
-                        f"is not what {base!r} rounds to", field=name, remedy="Leave the alias out: it follows its master."
+                        f"is not {base!r} rounded to half precision", field=name, remedy="Omit the alias: it is computed from its master."
                     )
                 weights.setdefault(base, value.to(masters[base].dtype))
             else:
@@ -135,7 +135,7 @@ class TrainingSession:
             self._set_moment(name, value)
 
     def get_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Weight -> `Moment_1`, `Moment_2`, `Update_Count`; a ZeRO piece (`<w>_view_0`) goes by its weight's name."""
+        """Weight -> `Moment_1`, `Moment_2`, `Update_Count`; a ZeRO shard (`<w>_view_0`) is listed under its weight's name."""
         return {self._original(name): states for name, states in self._moments().items()}
 
     def get_model_state(self, include_mixed_precision: bool = False) -> dict[str, dict[str, torch.Tensor]]:
@@ -147,7 +147,7 @@ class TrainingSession:
         return state
 
     def get_partition_info_map(self) -> dict[str, dict[str, Any]]:
-        """Weight -> `original_dim` and `megatron_row_partition`, for weights that are pieces of a larger one."""
+        """Weight -> `original_dim` and `megatron_row_partition`, for weights that are shards of a larger one."""
         return {
             self._original(name): {"original_dim": list(info.original_dim), "megatron_row_partition": info.megatron_row_partition}
             for name, info in self.model.partitions.items()
@@ -164,7 +164,7 @@ class TrainingSession:
 
     @torch.no_grad()
     def copy_buffer_to_parameters(self, buffer: Any, trainable_only: bool = True) -> None:
-        """The reverse; on a nominal checkpoint this is what completes it."""
+        """The reverse; this gives a nominal checkpoint its values."""
         flat = torch.as_tensor(buffer).reshape(-1)
         tensors = self._buffer_order(trainable_only)
         if flat.dtype is not torch.float32 or flat.numel() != sum(tensor.numel() for tensor in tensors):
@@ -205,7 +205,7 @@ class TrainingSession:
         return list(self.artifacts.trainable if trainable_only else self.artifacts.parameters)
 
     def _aliases(self) -> dict[str, torch.Tensor]:
-        """Half-precision copies as the masters round now."""
+        """Half-precision copies of the current masters."""
         tensors = self.model.named_tensors()
         return {name: tensors[name].detach().to(dtype) for name, dtype in self.model.half_precision.items()}
 
@@ -219,7 +219,7 @@ class TrainingSession:
             state = self.optimizer.state[parameter]
             keys = MOMENTS[self.optimizer.spec.kind]
             found[name] = {f"Moment_{number}": state[key] for number, key in enumerate(keys, 1)}
-            found[name]["Update_Count"] = state["step"].to(torch.int64).reshape(1) + 1  # as ORT counts: the number of the next
+            found[name]["Update_Count"] = state["step"].to(torch.int64).reshape(1) + 1  # as in ORT: the number of the next update
         return found
 
     def _set_moment(self, name: str, value: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ class Loss(nn.Module):
     def __init__(self, translation: Translation, state: CheckpointState) -> None:
         super().__init__()
         if learned := [name for name in translation.parameters if name in state.trainable]:
-            raise UnsupportedError("the loss itself is trained, so that it would have to be a stage", field=learned[0])
+            raise UnsupportedError("the loss has trainable parameters, so it would have to be a stage", field=learned[0])
         self.graph = translation.module
         self._constants = [value for name in translation.parameters if not is_string(value := state.parameters[name])]
 
@@ -119,12 +119,12 @@ class _Plan:
             )
         (self.prediction,) = entering
         self.activations = on_inputs
-        # Nodes beside the way to the prediction belong to the loss.
+        # Nodes that don't lead to the prediction belong to the loss.
         self.body, _ = slice_graph(onnx.GraphProto(node=self.body), [self.prediction])
         self.body, self.uses = self._uses()
 
     def _uses(self) -> tuple[list[onnx.NodeProto], list[set[str]]]:
-        """The nodes on the way of the data, and the parameters each uses, be it through others (a transposed weight)."""
+        """The nodes on the path of the data, and the parameters each uses, directly or through others (a transposed weight)."""
         behind: dict[str, set[str]] = {name: {name} for name in self.artifacts.parameters}
         nodes, uses = [], []
         for node in self.body:
@@ -137,7 +137,7 @@ class _Plan:
         return nodes, uses
 
     def cuts(self, count: int) -> list[str]:
-        """`count - 1` values to cut at, as near as possible to equal numbers of parameter elements on either side."""
+        """`count - 1` values to cut at, so that the stages have about equally many parameter elements."""
         sizes = self._elements()
         places = self._single_tensors()
         total, chosen = sum(sizes), []
@@ -165,7 +165,7 @@ class _Plan:
         return sizes
 
     def _single_tensors(self) -> dict[int, str]:
-        """Position -> the value that alone passes from the nodes up to it to those after, with no parameter used on both sides."""
+        """Position -> the only value passed from the nodes up to it to those after, with no parameter used on both sides."""
         last_use: dict[str, int] = {self.prediction: len(self.body)}
         for position, (node, used) in enumerate(zip(self.body, self.uses, strict=True)):
             last_use.update({name: max(position, last_use.get(name, 0)) for name in (*node.input, *used)})

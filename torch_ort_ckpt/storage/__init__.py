@@ -1,1 +1,1 @@
-"""Bytes on disk: mapped buffers, files, folders and sets that appear whole or not at all, locks, hashes. Knows nothing of checkpoints."""
+"""Bytes on disk: mapped buffers, atomic files, folders and file sets, locks, hashes. Does not depend on checkpoints."""

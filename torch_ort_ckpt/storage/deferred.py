@@ -1,4 +1,4 @@
-"""Files for libraries that can't cope with a disk that fails: HDF5 crashes the process then, PyTorch's zip writer hides the reason."""
+"""Files for libraries that handle write errors badly: HDF5 crashes the process, PyTorch's zip writer hides the reason."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .files import Progress
 class DeferredErrors:
     """A file whose writes always seem to succeed. The first error is kept, and `check` raises it.
 
-    From then on nothing reaches the disk. Small pieces, such as a library's own bookkeeping, are kept in memory instead, so that what it
-    reads back is what it wrote.
+    After that, nothing is written to disk. Small writes, such as a library's own bookkeeping, are kept in memory, so that the library
+    reads back what it wrote.
     """
 
     def __init__(self, file: BinaryIO, progress: Progress | None = None) -> None:
         self._file, self._progress = file, progress
-        self._position = self._end = self._reached = 0  # where we are, where the file ends, where the file below us is
+        self._position = self._end = self._reached = 0  # our position, our size, the underlying file's position
         self._after: list[tuple[int, bytes]] = []
         self.error: OSError | None = None
 
@@ -44,7 +44,7 @@ class DeferredErrors:
         return size
 
     def readinto(self, buffer: Any) -> int:
-        """What was written there; zeros where nothing was."""
+        """The bytes written there, with zeros in the gaps."""
         view = memoryview(buffer).cast("B")
         start, size, done, self._reached = self._position, len(view), 0, -1
         try:

@@ -1,4 +1,4 @@
-"""Bytes on disk: mapped or read buffers that tensors alias, and files that appear whole or not at all."""
+"""Bytes on disk: mapped or read buffers that tensors alias, and atomically written files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ALIGNMENT = 64
 
 
 def as_path(path: Any) -> Path:
-    """A path that someone gave us, as `Path`. Whatever is none (bytes, a number, an open file) is refused here rather than by the system,
-    which takes a number for an open file."""
+    """A path given by the user, as `Path`. Anything else (bytes, a number, an open file) is refused here, not by the operating system,
+    which would treat a number as a file descriptor."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         kind = f"{type(path).__name__}{' of bytes' if text is not None else ''}"
@@ -43,7 +43,7 @@ def as_path(path: Any) -> Path:
         if isinstance(path, bytes) or text is not None:
             remedy = "Decode it with os.fsdecode()."
         elif hasattr(path, "read"):
-            remedy = "Pass the name of the file; what is in memory must be written to a file first."
+            remedy = "Pass the name of the file; data in memory must be written to a file first."
         raise CheckpointError(f"expected a path (text or os.PathLike), not {kind}", remedy=remedy)
     if "\0" in text:
         raise CheckpointError("a path with a zero character in it", path=text, remedy="Check where the path comes from.")
@@ -54,7 +54,7 @@ def as_path(path: Any) -> Path:
 class FileBuffer:
     """One file's bytes, mapped copy-on-write (`mmap=True`) or read at once.
 
-    Mapped, nothing is read until touched and writing to a tensor never reaches the file; the mapping outlives a rename or a delete.
+    A mapped file is read on first access, writes to a tensor never reach the file, and the mapping survives a rename or delete.
     """
 
     def __init__(self, path: PathLike, *, mmap: bool = True) -> None:
@@ -67,7 +67,7 @@ class FileBuffer:
             self._map: _mmap.mmap | None = None
             self.data: Any = bytearray()
             if mmap and self.size:
-                with contextlib.suppress(OSError, ValueError):  # some network file systems can't be mapped: read instead
+                with contextlib.suppress(OSError, ValueError):  # some network file systems don't support mmap: read instead
                     self._map = self.data = _mmap.mmap(file.fileno(), self.size, access=_mmap.ACCESS_COPY)
             if self._map is None:
                 self.data = _read_all(file, self.size, self.path)
@@ -84,7 +84,7 @@ class FileBuffer:
         return flat if len(shape) == 1 else flat.reshape(shape)
 
     def replaced(self) -> bool:
-        """Whether the path now leads to another file, or to other content, than what was opened here."""
+        """Whether the file at the path was replaced or modified since it was opened here."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -92,7 +92,7 @@ class FileBuffer:
         return any(getattr(now, key) != getattr(self._origin, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
 
     def release(self) -> None:
-        """Let the kernel take back the pages read so far. Only for mappings nobody has written to: changes would be lost."""
+        """Let the kernel drop the pages read so far. Only for mappings that were never written to: changes would be lost."""
         if self._map is not None and hasattr(_mmap, "MADV_DONTNEED"):
             self._map.madvise(_mmap.MADV_DONTNEED)
 
@@ -115,7 +115,7 @@ def open_file(path: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def readable(path: Any) -> Iterator[None]:
-    """What the system says about a file or folder that can't be looked at, as our error."""
+    """The system's error for a file or folder that can't be accessed, as our error type."""
     try:
         yield
     except CheckpointError:
@@ -146,8 +146,8 @@ def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
 
 
 class OutputFile(io.RawIOBase):
-    """An open file that is written without a buffer. `write` writes everything, or raises: the system may take less than asked, and does
-    so on a disk that fills up. Every file of this library is written through it."""
+    """An open, unbuffered file. `write` writes everything or raises: the system call may write less than requested, for example
+    when the disk is full. Every file of this library is written through it."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class OutputFile(io.RawIOBase):
         while done < len(view):
             written = os.write(self._descriptor, view[done:])
             if written <= 0:
-                raise OSError(errno.EIO, "the system writes nothing more")
+                raise OSError(errno.EIO, "the system wrote 0 bytes")
             done += written
         return done
 
@@ -190,14 +190,14 @@ class OutputFile(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Some network file systems say only here that a write failed."""
+        """Some network file systems report a failed write only here."""
         if not self.closed:
             super().close()
             os.close(self._descriptor)
 
 
 def create_file(path: PathLike) -> BinaryIO:
-    """A new file, to be written and read back. Nothing may be there."""
+    """Create a file for writing and reading. The path must not exist."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     return cast(BinaryIO, OutputFile(os.open(path, flags, 0o666)))
 
@@ -229,11 +229,11 @@ def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None 
 
 
 _CHUNK = 64 << 20
-_MADV_POPULATE_READ = 22  # Linux 5.14; older kernels refuse it, which does no harm
+_MADV_POPULATE_READ = 22  # Linux 5.14; older kernels return an error, which is ignored
 
 
 def map_pages(value: torch.Tensor) -> None:
-    """Map the pages of a tensor that aliases a file in one go: reading them takes a third longer when each has to fault first."""
+    """Populate all pages of a tensor that aliases a file at once: with one page fault per page, reading takes a third longer."""
     size = value.numel() * value.element_size()
     if sys.platform == "linux" and size >= 1 << 20 and value.device.type == "cpu" and value.is_contiguous():
         address = value.data_ptr()
@@ -243,7 +243,7 @@ def map_pages(value: torch.Tensor) -> None:
 
 class ReadBack:
     """A `Progress` that also reads each piece of a tensor back from the file right after it was written, while both are in the
-    processor's cache. `compared` holds address and size of the tensors read back, `damaged` tells whether anything differed."""
+    processor's cache. `compared` holds the address and size of the tensors read back, `damaged` is true if any byte differed."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -267,7 +267,7 @@ _READ_BACK = 1 << 20
 
 @contextlib.contextmanager
 def atomic_write(path: PathLike, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` in one rename when the block ends well, and vanishes when it does not.
+    """A file that replaces `path` in one rename when the block succeeds, and is deleted when it raises.
 
     With `durable`, the bytes and the rename are on the medium before this returns.
     """
@@ -281,7 +281,7 @@ class PendingFile:
     """A finished or unfinished temporary beside its target; `commit` is the rename."""
 
     def __init__(self, path: PathLike) -> None:
-        self.target = Path(os.path.realpath(as_path(path)))  # through a symbolic link, as an in-place write would go
+        self.target = Path(os.path.realpath(as_path(path)))  # follow symbolic links, as an in-place write would
         self.committed = False
         self._mark: int | None = None
         try:
@@ -291,7 +291,7 @@ class PendingFile:
                 self._mark = self._marked()
         except OSError as error:
             raise save_error(error, path) from error
-        with contextlib.suppress(OSError):  # keep the mode of what is replaced
+        with contextlib.suppress(OSError):  # keep the mode of the replaced file
             os.chmod(self.temporary, stat.S_IMODE(self.target.stat().st_mode))
 
     def _marked(self) -> int | None:
@@ -316,7 +316,7 @@ class PendingFile:
             fsync_directory(self.target.parent)
 
     def discard(self) -> None:
-        """Close what is open; remove the temporary unless it was committed. What fails here is not worth hiding an earlier error for."""
+        """Close what is open; remove the temporary unless it was committed. Errors here are ignored, so as not to hide an earlier one."""
         with contextlib.suppress(OSError):
             self.file.close()
         if not self.committed:
@@ -329,21 +329,21 @@ class PendingFile:
 
 
 def _mark_as_alive(descriptor: int) -> int | None:
-    """Lock a temporary for as long as its writer lives: a descriptor to close at the end (-1 where there are no locks), or None when
-    another writer took the file for an abandoned one before it could be locked."""
+    """Lock a temporary while its writer is alive. Returns a descriptor to close at the end (-1 without lock support), or None if
+    another writer removed the file as abandoned before it was locked."""
     try:
         import fcntl
     except ImportError:  # Windows
         return -1
-    with contextlib.suppress(OSError):  # file systems without locks
+    with contextlib.suppress(OSError):  # file system without lock support
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     if os.fstat(descriptor).st_nlink:
-        return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before its rename
+        return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before the rename
     return None
 
 
 def remove_abandoned(target: Path) -> None:
-    """Delete the temporaries that killed writers of `target` left behind: those that nobody holds a lock on."""
+    """Delete temporaries left behind by killed writers of `target`: those that are not locked."""
     try:
         import fcntl
 
@@ -352,7 +352,7 @@ def remove_abandoned(target: Path) -> None:
         return
     pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+-[0-9a-f]{{8}}\.tmp")
     for name in filter(pattern.fullmatch, names):
-        with contextlib.suppress(OSError):  # locked, gone already, or a file system without locks
+        with contextlib.suppress(OSError):  # locked, already deleted, or no lock support
             descriptor = os.open(target.parent / name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -396,7 +396,7 @@ def fsync_directory(folder: Path) -> None:
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # a folder that may be written but not read can't be synced
+    except PermissionError:  # a folder without read permission can't be synced
         return
     try:
         os.fsync(descriptor)
@@ -407,16 +407,16 @@ def fsync_directory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def directory_lock(folder: Path) -> Iterator[None]:
-    """Keep other writers of this library out of a short sequence of renames in `folder` (where the system has such locks)."""
+    """Lock `folder` against other writers of this library during a short sequence of renames (where the system supports it)."""
     try:
         import fcntl
 
         descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):  # Windows; a folder that may be written but not read
+    except (ImportError, OSError):  # Windows, or a folder without read permission
         yield
         return
     try:
-        with contextlib.suppress(OSError):  # file systems without locks
+        with contextlib.suppress(OSError):  # file system without lock support
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -437,7 +437,7 @@ def string_array(texts: list[str], shape: tuple[int, ...]) -> Any:
 
 
 def warn(message: str) -> None:
-    """One place for warnings, pointing at the caller outside this library."""
+    """Warn with a stack level that points at the caller outside this library."""
     prefix = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the whole package
     frame, level = sys._getframe(1), 2
     while frame.f_back and os.path.abspath(frame.f_code.co_filename).startswith(prefix):

@@ -1,8 +1,8 @@
 """Files that change together: a main file and the ones it refers to.
 
-Several renames can't be one, so every file of a set carries the same identity, a hash of the whole content. A save first puts the others
-beside the old ones as `<name>.<identity>`, then renames the main file (this commits), then gives the others their final names. A reader
-that finds another identity in `<name>` looks for `<name>.<identity>`: at every moment the old or the new set can be read.
+Several renames are not atomic, so every file of a set carries the same identity, a hash of the whole content. A save first puts the others
+next to the old ones as `<name>.<identity>`, then renames the main file (the commit), then renames the others to their final names. A reader
+that finds a different identity in `<name>` looks for `<name>.<identity>`: the old or the new set is readable at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Fingerprint:
-    """The identity of a set: a hash over all that is in it. Different content has a different one; it is no defence against forgery."""
+    """The identity of a set: a hash of its whole content. It is not cryptographic and does not protect against forgery."""
 
     def __init__(self, head: bytes | bytearray = b"") -> None:
         self._hash = Hasher()
@@ -52,19 +52,19 @@ def commit(
     hidden_by: Path | None = None,
     obsolete: Sequence[Path] = (),
 ) -> None:
-    """Put all finished files in place, in the order that keeps one set readable at every moment.
+    """Rename all finished files into place, in an order that keeps one set readable at any time.
 
-    The new set counts from when `main` has its name, or, where readers would still prefer the file `hidden_by`, from when that is gone.
-    Errors say which set is there. `obsolete` files of the replaced save go last.
+    The new set is committed when `main` is renamed or, where readers would still prefer the file `hidden_by`, when that is deleted.
+    Errors say which set is in place. `obsolete` files of the replaced save are deleted last.
     """
     for pending in (*others, main):
         pending.finish(durable)
     folder = main.target.parent
     with directory_lock(folder):  # two writers of one set must not mix their renames
-        if any(pending.target.is_dir() for pending in others):  # known now, it costs nothing; after the commit it would
+        if any(pending.target.is_dir() for pending in others):  # fail here, before the commit, rather than after it
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         places = [waiting(pending.target, identity) for pending in others]
-        new = [place for place in places if not os.path.lexists(place)]  # the rest: parts of an interrupted save of this very content
+        new = [place for place in places if not os.path.lexists(place)]  # the others are parts of an interrupted save of the same content
         hidden = hidden_by is not None and os.path.lexists(hidden_by)
         problem: OSError | None = None
         try:
@@ -108,17 +108,17 @@ def commit(
 
 
 def waiting(target: PathLike, identity: str) -> Path:
-    """Where a file of the set is until its final rename."""
+    """The path of a file of the set before its final rename."""
     return Path(f"{os.fspath(target)}.{identity}")
 
 
 def locate(main: PathLike, targets: Sequence[Path], identity: str | None, opened: Callable[[Path], tuple[T, str | None]]) -> T:
-    """Open the part of the set that `main` belongs to, found under one of `targets`. `opened` gives the part and its identity.
+    """Open the part that belongs to the same set as `main`, at one of `targets`. `opened` returns the part and its identity.
 
-    No identity: a set that others wrote, taken as it is.
+    Without an identity the set was written by other software and is read as it is.
     """
     if not _is_plausible(identity):
-        raise CorruptFileError("the identity of its save is not one", path=main)
+        raise CorruptFileError("the identity of its save is malformed", path=main)
     found = False
     for place, interrupted in _candidates(targets, identity):
         try:
@@ -130,13 +130,13 @@ def locate(main: PathLike, targets: Sequence[Path], identity: str | None, opened
         if identity is None or own == identity:
             if interrupted:
                 warn(
-                    f"{main}: the last save was cut short or is not over yet; its data is in {place.name}. "
+                    f"{main}: the last save was interrupted or is still running; its data is in {place.name}. "
                     "`torch-ort-ckpt verify --repair` completes it."
                 )
             elif identity and _differs(place, waiting(place, identity)):
                 warn(
-                    f"{main}: {place.name} and {place.name}.{identity} both say that they belong to it, and differ: a save by an older "
-                    f"version of this library was cut short. {place.name} is read; compare it with a copy, and remove the other."
+                    f"{main}: {place.name} and {place.name}.{identity} both claim to belong to it, but differ: a save by an older "
+                    f"version of this library was interrupted. {place.name} is used; compare it with a backup, and remove the other."
                 )
             return part
         found = True
@@ -152,33 +152,33 @@ def locate(main: PathLike, targets: Sequence[Path], identity: str | None, opened
 
 
 def _differs(place: Path, other: Path) -> bool:
-    """Whether `other` is there, with other bytes: older versions identified sets by sums, which two contents can share."""
+    """Whether `other` exists with different bytes: older versions identified sets by checksums that can collide."""
     try:
         return os.path.lexists(other) and file_hash(place) != file_hash(other)
-    except CheckpointError:  # a writer has just moved it
+    except CheckpointError:  # a writer has just renamed it
         return False
 
 
 def _is_plausible(identity: str | None) -> bool:
-    """An identity comes from a file and becomes part of a file's name: hexadecimal digits are all it may have."""
+    """An identity is read from a file and becomes part of a file name, so only hexadecimal digits are allowed."""
     return identity is None or (0 < len(identity) <= 128 and not identity.strip("0123456789abcdef"))
 
 
 def _candidates(targets: Sequence[Path], identity: str | None) -> Iterator[tuple[Path, bool]]:
-    """Where the part can be, and whether it is there only because a save was interrupted."""
+    """The possible paths of the part, and whether each exists only after an interrupted save."""
     for target in targets:
         yield target, False
         if identity:
             yield waiting(target, identity), True
-            yield target, False  # a writer may have renamed it between the two looks
+            yield target, False  # a writer may have renamed it between the two checks
 
 
 def repair(target: Path, identity: str | None, identity_at: Callable[[Path], str | None]) -> bool:
-    """Give a part its final name if the save was cut short before that; returns whether there was anything to do. Call it locked."""
+    """Rename a part to its final name if the save was interrupted before that; returns whether it did. The caller holds the lock."""
     if not identity or not _is_plausible(identity) or not _is_part(place := waiting(target, identity), identity, identity_at):
         return False
     in_place = _is_part(target, identity, identity_at)
-    if in_place and file_hash(place) != file_hash(target):  # the part is in place already: never exchanged for another
+    if in_place and file_hash(place) != file_hash(target):  # the part is already in place and is never replaced
         return False
     try:
         if in_place:
@@ -192,7 +192,7 @@ def repair(target: Path, identity: str | None, identity_at: Callable[[Path], str
 
 
 def remove_leftovers(target: Path, identity_at: Callable[[Path], str | None]) -> None:
-    """Parts of interrupted saves that nothing refers to any more, and temporaries of killed writers. Call it locked."""
+    """Unreferenced parts of interrupted saves, and temporaries of killed writers. The caller holds the lock."""
     remove_abandoned(target)
     prefix = f"{target.name}."
     with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ def remove_leftovers(target: Path, identity_at: Callable[[Path], str | None]) ->
 
 
 def _is_part(place: Path, identity: str, identity_at: Callable[[Path], str | None]) -> bool:
-    """Whether a file of the set with that identity is there."""
+    """Whether a file of the set with that identity exists."""
     try:
         return identity_at(place) == identity
     except CheckpointError:

@@ -1,11 +1,11 @@
-"""Checkpoints that are folders: written beside their target and put in its place by renames.
+"""Checkpoints that are folders: written next to their target and renamed into place.
 
-A folder can't replace another in one rename. The new one is written and synced as `.<name>.<id>.new`; then the old one is renamed to
-`.<name>.<id>.old` (this commits) and the new one takes the name. Cut short between the two, the `.old` marks its `.new` as complete:
+One rename can't replace a non-empty folder. The new one is written and synced as `.<name>.<id>.new`; then the old one is renamed to
+`.<name>.<id>.old` (the commit) and the new one to `<name>`. After an interruption between the two, the `.old` marks its `.new` as complete:
 `surviving` finds it for readers, `repair` finishes the save.
 
-The new folder carries a marker (see `ownership`) until the old one is gone. So leftovers can be told from what others called so: a `.new`
-is ours if its own marker says so, an `.old` if the marker of the folder in place has the same id.
+The new folder contains a marker (see `ownership`) until the old one is deleted. It tells leftovers from folders of other software: a `.new`
+is ours if it contains a marker, an `.old` if the marker of the folder in place has the same id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_
 
 
 class PendingFolder:
-    """A folder being written; `open` gives its files."""
+    """A folder being written; `open` creates files in it."""
 
     def __init__(self, path: PathLike) -> None:
         self.target = Path(os.path.realpath(as_path(path)))
@@ -51,7 +51,7 @@ class PendingFolder:
             aside: Path | None = None
             if os.path.lexists(self.target):
                 _check_replaceable(self.target, owns)
-                _remove_replaced(self.target)  # proven by the marker that leaves now
+                _remove_replaced(self.target)  # ours, as the marker shows that is deleted next
                 aside = _sibling(self.target, self.identity, "old")
                 os.rename(self.target, aside)
                 self.committed = True
@@ -70,17 +70,17 @@ class PendingFolder:
             _remove_leftovers(self.target)
 
     def discard(self) -> None:
-        """Close what is open; remove the new folder unless it was committed. What fails here is not worth hiding an earlier error for."""
+        """Close what is open; remove the new folder unless it was committed. Errors here are ignored, so as not to hide an earlier one."""
         for file in self._open:
             with contextlib.suppress(OSError):
                 file.close()
-        if not self.committed:  # between the two renames the new folder is all there is
+        if not self.committed:  # between the two renames only the new folder exists
             delete_folder(self.temporary)
         with contextlib.suppress(OSError):
             self._folder.close()
 
     def error(self, error: OSError, path: PathLike) -> CheckpointError:
-        """What to say of a failure: before the commit the old folder is there, after it the new one."""
+        """The error for a failure: before the commit the old folder is in place, after it the new one."""
         if self.committed and not self.in_place:
             return CheckpointError(
                 f"the new checkpoint is complete, but could not be given its name ({error.strerror or error})",
@@ -92,9 +92,9 @@ class PendingFolder:
 
 @contextlib.contextmanager
 def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool = True) -> Iterator[PendingFolder]:
-    """A folder that takes the place of `path` when the block ends well, and vanishes when it does not.
+    """A folder that replaces `path` when the block succeeds, and is deleted when it raises.
 
-    A folder that is already there is replaced only if `owns` knows every name in it: nothing that is not a checkpoint's is ever deleted.
+    An existing folder is replaced only if `owns` accepts every name in it: files that are not part of a checkpoint are never deleted.
     """
     pending: PendingFolder | None = None
     try:
@@ -115,18 +115,18 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
 
 def surviving(path: PathLike, *, quiet: bool = False) -> Path:
-    """Where the checkpoint at `path` is: there, or, after a save that was cut short, in the folder that was about to take the name."""
+    """The folder that holds the checkpoint `path`: `path` itself or, after an interrupted save, the folder about to be renamed to it."""
     place = as_path(path)
     if os.path.lexists(place) or (found := _interrupted(place)) is None:
         return place
     if quiet:
         return found
-    warn(f"{place}: the last save was cut short; reading {found.name}. `torch-ort-ckpt verify --repair` completes it.")
+    warn(f"{place}: the last save was interrupted; reading {found.name}. `torch-ort-ckpt verify --repair` completes it.")
     return found
 
 
 def repair(path: PathLike) -> bool:
-    """Finish a save that was cut short between its two renames; returns whether there was anything to do."""
+    """Finish a save that was interrupted between its two renames; returns whether there was one."""
     target = Path(os.path.realpath(as_path(path)))
     with directory_lock(target.parent):
         if os.path.lexists(target) or (found := _interrupted(target)) is None:
@@ -166,7 +166,7 @@ def _interrupted(target: Path) -> Path | None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """What saves left beside a folder that is in place: what it replaced, new ones without a living writer, and its own marker."""
+    """Leftovers of saves next to a folder in place: the folder it replaced, new ones without a living writer, and its own marker."""
     _remove_replaced(target)
     if identity_of(target, target.name) is not None:
         os.unlink(target / MARKER)
@@ -175,7 +175,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _remove_replaced(target: Path) -> None:
-    """The folder that `target` replaced: the one with the id of its marker."""
+    """The folder that `target` replaced: the one with the id in its marker."""
     identity = identity_of(target, target.name)
     if identity is not None:
         delete_folder(_sibling(target, identity, "old"))
@@ -184,12 +184,12 @@ def _remove_replaced(target: Path) -> None:
 def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:
     if not target.is_dir():
         raise CheckpointError(
-            "a file is in the way of a checkpoint that is a folder", path=target, remedy="Remove it, or choose another name."
+            "a file exists where a checkpoint folder is to be written", path=target, remedy="Remove it, or choose another name."
         )
     foreign = sorted(name for name in os.listdir(target) if not owns(name) and not _is_our_marker(target, name))
     if foreign:
         raise CheckpointError(
-            f"the folder holds other files than a checkpoint's ({', '.join(foreign[:3])}), which replacing it would delete",
+            f"the folder holds files that are not part of a checkpoint ({', '.join(foreign[:3])}), which replacing it would delete",
             path=target,
             remedy="Give the checkpoint a folder of its own.",
         )

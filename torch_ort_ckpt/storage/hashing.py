@@ -1,4 +1,4 @@
-"""xxh3-128, the hash behind checksums and identities: notices damage and tells contents apart at memory speed; no proof against forgery."""
+"""xxh3-128, the hash for checksums and identities. It detects corruption at memory speed; it is not cryptographic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bytes_hash(data: bytes | bytearray | memoryview) -> str:
 
 
 def file_hash(path: PathLike) -> str:
-    """The hash of a file's bytes: 32 hexadecimal digits. The memory of one chunk, however large the file."""
+    """The hash of a file's bytes: 32 hexadecimal digits. Uses the memory of one chunk, however large the file."""
     hasher, chunk = Hasher(), memoryview(bytearray(_CHUNK))
     with open_file(os.fspath(path)) as file:
         try:

@@ -1,4 +1,4 @@
-"""Proof that a folder is ours: a marker file, written into it before anything else and deleted after everything else.
+"""Proof that a folder is ours: a marker file, written before anything else and deleted after everything else.
 
 Folders of this library are found by their names, but names prove nothing: a user may have a `checkpoint_1` too. Only a folder with a
 marker for its name is ever deleted or replaced. While a folder is being written, its writer also holds a lock on the marker.
@@ -24,11 +24,11 @@ MARKER = ".torch-ort-ckpt"
 _HEAD = "Made by torch-ort-ckpt, which deletes this folder when it is no longer needed."
 _LONGEST = 4096
 IDENTITY = r"\d+-[0-9a-f]{8}"
-"""What names of temporary folders have in the middle: the writer's process and a random number."""
+"""The id in the names of temporary folders: the writer's process id and a random number."""
 
 
 class Writer(Enum):
-    """What is known about whoever writes a marked folder."""
+    """What is known about the writer of a marked folder."""
 
     ALIVE = "holds the lock"
     GONE = "nobody holds it"
@@ -36,7 +36,7 @@ class Writer(Enum):
 
 
 class MarkedFolder:
-    """A new folder beside `target`, called `.<target>.<identity>.<suffix>`, with the marker in it and the writer's lock on that."""
+    """A new folder `.<target>.<identity>.<suffix>` next to `target`, with a marker that the writer holds a lock on."""
 
     def __init__(self, target: Path, suffix: str) -> None:
         while True:
@@ -45,7 +45,7 @@ class MarkedFolder:
             os.mkdir(self.path)
             try:
                 self._lock = write_marker(self.path, target.name, self.identity)
-            except FileNotFoundError:  # another process took it for abandoned before it was marked and locked
+            except FileNotFoundError:  # another process removed it as abandoned before it was marked and locked
                 continue
             except OSError:
                 delete_folder(self.path)
@@ -53,7 +53,7 @@ class MarkedFolder:
             return
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -64,7 +64,7 @@ def new_identity() -> str:
 
 
 def write_marker(folder: Path, name: str, identity: str) -> BinaryIO | None:
-    """Mark `folder` as made for the name `name`. Returns the marker under a lock, None (and it is closed) where there are no locks."""
+    """Mark `folder` as made for the name `name`. Returns the open, locked marker, or None (and closes it) without lock support."""
     file = create_file(folder / MARKER)
     held = False
     try:
@@ -74,13 +74,13 @@ def write_marker(folder: Path, name: str, identity: str) -> BinaryIO | None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         held = locked
     finally:
-        if not held:  # Windows renames no folder that holds an open file
+        if not held:  # Windows can't rename a folder that contains an open file
             file.close()
     return file if held else None
 
 
 def identity_of(folder: Path, name: str | None = None) -> str | None:
-    """The identity in the folder's marker; None when there is no marker, or one for another name."""
+    """The identity in the folder's marker; None without a marker, or if it is for another name."""
     lines = _read(folder).split("\n", 2)
     if len(lines) != 3 or lines[0] != _HEAD or not re.fullmatch(IDENTITY, lines[1]) or name not in (None, lines[2]):
         return None
@@ -89,14 +89,14 @@ def identity_of(folder: Path, name: str | None = None) -> str | None:
 
 @contextlib.contextmanager
 def writer_of(folder: Path) -> Iterator[Writer]:
-    """Whether the writer of a marked folder is alive. One that is gone can't come back in the meantime: the lock is held here."""
+    """Whether the writer of a marked folder is alive. If it is not, the lock is held during this block."""
     try:
         descriptor = os.open(folder / MARKER, os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
         yield Writer.UNKNOWN
         return
     state = _state(descriptor)
-    if state is not Writer.GONE:  # Windows, where it is never known, renames no folder that holds an open file
+    if state is not Writer.GONE:  # always unknown on Windows, which can't rename a folder that contains an open file
         os.close(descriptor)
         yield state
         return
@@ -107,9 +107,9 @@ def writer_of(folder: Path) -> Iterator[Writer]:
 
 
 def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> None:
-    """Delete a temporary folder made for `name`, if its writer is gone, and before it the one that its marker speaks for too.
+    """Delete a temporary folder made for `name` if its writer is gone. The other folder that its marker covers is deleted first.
 
-    A folder whose writer did not get so far as to mark it is deleted only while it is empty.
+    A folder without a marker is deleted only if it is empty.
     """
     if delete_if_empty(folder):
         return
@@ -125,7 +125,7 @@ def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> No
 
 
 def delete_if_empty(folder: Path) -> bool:
-    """Delete a folder that holds nothing; whether it did."""
+    """Delete a folder if it is empty; returns whether it was."""
     try:
         if os.listdir(folder):
             return False
@@ -136,7 +136,7 @@ def delete_if_empty(folder: Path) -> bool:
 
 
 def delete_folder(folder: Path, last: str = MARKER) -> None:
-    """Delete a folder that is known to be ours. `last`, which proves that, goes last: a deletion that is cut short can be completed."""
+    """Delete a folder that is known to be ours. `last`, the proof of that, is deleted last, so that an interrupted deletion can resume."""
     with contextlib.suppress(OSError):
         if not _is_folder(folder):
             return
@@ -150,7 +150,7 @@ def delete_folder(folder: Path, last: str = MARKER) -> None:
 
 
 def _is_unmarked(folder: Path, name: str) -> bool:
-    """Whether all there is is a marker that is empty or cut short: the writer was killed before it was done with it."""
+    """Whether the folder holds only an empty or truncated marker: the writer was killed while writing it."""
     identity = folder.stem.removeprefix(f".{name}.")
     try:
         return os.listdir(folder) == [MARKER] and _is_folder(folder) and _text(name, identity).startswith(_read(folder))
@@ -163,7 +163,7 @@ def _text(name: str, identity: str) -> str:
 
 
 def _read(folder: Path) -> str:
-    """The marker's text; empty when there is none. Links are not followed, and a FIFO is not waited for."""
+    """The marker's text, empty without a marker. Does not follow links or block on a FIFO."""
     try:
         if not _is_folder(folder):
             return ""
@@ -181,7 +181,7 @@ def _read(folder: Path) -> str:
 
 
 def _is_folder(place: Path) -> bool:
-    """Whether it is a folder itself: what a link leads to is not ours to judge."""
+    """Whether it is a folder and not a link to one."""
     return stat.S_ISDIR(os.lstat(place).st_mode)
 
 

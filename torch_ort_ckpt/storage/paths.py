@@ -1,4 +1,4 @@
-"""Paths are local. A URL is refused: taken for a path, `s3://bucket/run` would become a folder called `s3:` in the working directory."""
+"""Paths are local. URLs are refused: as a path, `s3://bucket/run` would become a folder called `s3:` in the working directory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # a scheme has two letters or more: one is a drive of Windows
-_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")  # pathlib makes one slash of two
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # a scheme has at least two letters: a single one is a Windows drive
+_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")  # pathlib collapses two slashes into one
 
 
 def refuse_url(path: Any, field: str | None = None) -> None:
-    """Raise for a URL (text, or a `Path` made from one). Everything else passes, whatever it is."""
+    """Raise for a URL (text, or a `Path` made from one). Accepts everything else."""
     if isinstance(path, str):
         found = _URL.match(path)
     elif isinstance(path, os.PathLike):

@@ -1,7 +1,7 @@
-"""Live training objects as what an entry stores, and back.
+"""Conversion of live training objects to what an entry stores, and back.
 
-The model's and the optimizer's state dicts are kept whole, by parameter name, whatever the classes; their tensors are references into
-the ORT checkpoint wherever that has them. So one path restores an `OrtModule` with `OrtOptimizer` and any module with any optimizer.
+The model's and the optimizer's state dicts are stored completely, by parameter name, for any class; their tensors are references into
+the ORT checkpoint if it contains them. So one code path restores an `OrtModule` with `OrtOptimizer` and any module with any optimizer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Captured:
     local: tuple[Any, dict[str, torch.Tensor]]
 
     def clone(self) -> Captured:
-        """A copy that training can't change any more."""
+        """A copy that is independent of further training."""
 
         def copied(part: tuple[Any, dict[str, torch.Tensor]]) -> tuple[Any, dict[str, torch.Tensor]]:
             return part[0], {name: value.detach().to("cpu", copy=True) for name, value in part[1].items()}
@@ -84,7 +84,7 @@ def capture(training: Training) -> Captured:
 
 
 def restore(training: Training, shared: Mapping[str, Any], local: Mapping[str, Any], gradients: Mapping[str, torch.Tensor] | None) -> None:
-    """Put everything back in place; `training.progress` receives the counters."""
+    """Restore everything; `training.progress` receives the counters."""
     model = unwrap(training.model)
     _load_state_dicts(training, shared["model"], shared["optimizer"])
     for name in ("scheduler", "scaler"):
@@ -93,14 +93,14 @@ def restore(training: Training, shared: Mapping[str, Any], local: Mapping[str, A
             continue
         if content is None:
             raise CheckpointError(
-                f"the entry holds no state of a {name}", field=name, remedy="It was saved without one: resume without, too."
+                f"the entry holds no state of a {name}", field=name, remedy="It was saved without one: resume without one."
             )
         target.load_state_dict(content)
     if training.data is not None and local["data"] is not None:
         training.data.load_state_dict(local["data"])
     set_random_states(local["random"])
     if shared["dropout"] is not None and isinstance(model, TrainingGraph):
-        model.seed_dropout(*shared["dropout"])  # after torch's generators, whose seed it watches
+        model.seed_dropout(*shared["dropout"])  # after torch's generators, whose seed it depends on
     model.zero_grad(set_to_none=True)
     if gradients is not None:
         _set_gradients(model, gradients)
@@ -163,16 +163,16 @@ def _named(content: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _numbered(content: Mapping[str, Any], names: list[str], optimizer: Optimizer) -> dict[str, Any]:
-    """As `load_state_dict` wants it, for an optimizer whose parameters are `names`; tensors are copied, for some keep what they get.
+    """As `load_state_dict` wants it, for an optimizer whose parameters are `names`; tensors are copied: some optimizers keep references.
 
-    PyTorch goes by position: each group's parameters must come in the optimizer's order, whatever the order was when it was saved.
+    PyTorch matches by position: each group's parameters must be in the optimizer's order, whatever their saved order.
     """
     index = {name: number for number, name in enumerate(names)}
     groups, start = [], 0
     for number, (group, own) in enumerate(zip(content["param_groups"], optimizer.param_groups, strict=True)):
         members = list(range(start, start + len(own["params"])))
         if sorted(index[name] for name in group["params"]) != members:
-            raise ValueError(f"parameter group {number} has other parameters")
+            raise ValueError(f"parameter group {number} has different parameters")
         groups.append({**group, "params": members, **({"param_names": own["param_names"]} if "param_names" in own else {})})
         start += len(members)
 
@@ -198,7 +198,7 @@ def _checkpoint(
 ) -> CheckpointState:
     properties = {f"training.{name}": value for name, value in progress.items()}
     if isinstance(model, TrainingGraph):
-        from ..runtime.optimizer import OrtOptimizer  # brings onnx, which such a model has brought already
+        from ..runtime.optimizer import OrtOptimizer  # imports onnx, which such a model has already imported
 
         state = model.checkpoint(optimizer if isinstance(optimizer, OrtOptimizer) else None, properties=properties)
         if isinstance(optimizer, OrtOptimizer):
@@ -219,7 +219,7 @@ def _checkpoint(
 
 
 def _as_ort_has_it(optimizer_dict: Mapping[str, Any], state: CheckpointState) -> bool:
-    """Whether an ORT checkpoint has a place for these moments (Adam's and SGD's); others stay in `training.safetensors` alone."""
+    """Whether an ORT checkpoint can hold these moments (Adam's and SGD's); others are only in `training.safetensors`."""
     for name, states in optimizer_dict["state"].items():
         parameter = state.trainable.get(name)
         for key, value in states.items():
@@ -236,7 +236,7 @@ def _as_ort_has_it(optimizer_dict: Mapping[str, Any], state: CheckpointState) ->
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     if is_sharded(model):
-        raise CheckpointError("FSDP keeps half-accumulated gradients to itself", remedy="Save when a window is complete.")
+        raise CheckpointError("FSDP gives no access to partially accumulated gradients", remedy="Save when a window is complete.")
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

@@ -1,4 +1,4 @@
-"""`RunnerConfig`: every setting of a run in one place, checked when it is made."""
+"""`RunnerConfig`: every setting of a run in one place, checked on construction."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RunnerConfig:
     - `mapped_dimensions` fixes symbolic dimensions of an `OrtModule`'s graph for the run.
     - `loss_scale`: a number, or "dynamic"; an update whose gradients overflow is skipped.
     - `checkpoint_to_load_path`: where a fresh run starts from: an entry, or a checkpoint of any format. Entries in `checkpoints_dir` win
-      (unless `resume=False`), so that a restarted job goes on.
-    - `on_save_error`: "raise", or "warn" to go on without that save.
+      (unless `resume=False`), so that a restarted job continues.
+    - `on_save_error`: "raise", or "warn" to continue without that save.
     - `export_path`: the inference model written at the end, with `export_outputs`.
     """
 
@@ -62,9 +62,9 @@ class RunnerConfig:
                 _positive(name, getattr(self, name))
         if self.num_train_steps % self.gradient_accumulation_steps:
             raise CheckpointError(
-                f"{self.num_train_steps} is no multiple of gradient_accumulation_steps = {self.gradient_accumulation_steps}",
+                f"{self.num_train_steps} is not a multiple of gradient_accumulation_steps = {self.gradient_accumulation_steps}",
                 field="num_train_steps",
-                remedy="The last batches would never reach the weights.",
+                remedy="The last batches would never update the weights.",
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise CheckpointError(f"must be positive, not {self.max_grad_norm}", field="max_grad_norm")
@@ -90,7 +90,7 @@ class RunnerConfig:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunnerConfig:
-        """From plain data, as a YAML or JSON file has it; unknown settings are refused by name."""
+        """From plain data, as in a YAML or JSON file; unknown settings raise an error."""
         known = {item.name for item in dataclasses.fields(cls)}
         if unknown := sorted(set(content) - known):
             raise CheckpointError(f"no such setting: {', '.join(unknown)}", remedy=f"Known: {', '.join(sorted(known))}.")

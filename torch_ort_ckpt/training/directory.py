@@ -1,8 +1,8 @@
-"""The folder that holds the entries: how one appears and disappears in a single rename, and what killed writers left behind.
+"""The folder that holds the entries: each is added and removed in a single rename; leftovers of killed writers are cleaned up.
 
-`checkpoint_<step>` is always whole. A new entry grows in `.checkpoint_<step>.<id>.tmp`; an old one leaves as `.checkpoint_<step>.<id>.old`
-before its files go. Each carries a marker (see `ownership`), on which its writer holds a lock for as long as it lives. Names prove nothing:
-what has no marker, and no manifest from before there were markers, is somebody else's and is neither deleted nor replaced.
+`checkpoint_<step>` is complete. A new entry is written as `.checkpoint_<step>.<id>.tmp`; an old one gets `.checkpoint_<step>.<id>.old`
+before its files are deleted. Each has a marker (see `ownership`), which its writer holds a lock on. Names prove nothing:
+a folder without a marker, or a manifest of the version before markers, is not ours and is neither deleted nor replaced.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..storage.ownership import (
 from .entry import MANIFEST, READABLE, Entry, read_entry
 
 _ENTRY = re.compile(r"checkpoint_[0-9]+")
-_IDENTITY = r"(?:[0-9]+-)?[0-9a-f]{8}"  # version 1 set aside without the process
+_IDENTITY = r"(?:[0-9]+-)?[0-9a-f]{8}"  # version 1 has no process id in the name
 _OWN_FILE = re.compile(
     r"\.?(manifest\.json|checkpoint|(training|rank_[0-9]+)\.(json|safetensors))(\.data)?(\.[0-9a-f-]{8,64})?(\.tmp)?|" + re.escape(MARKER)
 )
-"""What there can be in an entry's folder, temporaries included."""
+"""The files an entry's folder may contain, temporaries included."""
 
 
 def list_entries(directory: Path) -> list[Entry]:
@@ -52,7 +52,7 @@ def list_entries(directory: Path) -> list[Entry]:
 
 
 def _listed(path: Path) -> Entry:
-    """An entry is what its manifest says. Under another step's name it is not taken for that one."""
+    """An entry's step is the one in its manifest. A folder with another step in its name is reported as renamed."""
     entry = read_entry(path)
     if entry.version in READABLE and path.name != f"checkpoint_{entry.step}":
         problem = f"renamed: it holds step {entry.step}, not the one in its name"
@@ -67,9 +67,9 @@ def pending_entry(directory: Path, step: int) -> contextlib.AbstractContextManag
 
 @contextlib.contextmanager
 def pending_folder(target: Path, *, asked: bool = False) -> Iterator[PendingFolder]:
-    """A folder to fill; gone at the end of the block unless it was committed. Errors of the file system become `CheckpointError`.
+    """A folder to write to; deleted at the end of the block unless it was committed. File system errors become `CheckpointError`.
 
-    It replaces only what this library made under that name. `asked` says that the user has named this very path to save to: then a file,
+    It replaces only what this library made under that name. `asked` means that the user passed this path to save to: then a file,
     or a checkpoint of this library that was made under another name, is replaced as well.
     """
     pending: PendingFolder | None = None
@@ -90,12 +90,12 @@ class PendingFolder:
 
     def __init__(self, target: Path, asked: bool = False) -> None:
         self.target, self.committed, self._asked = target, False, asked
-        self._check_target()  # before gigabytes are written
+        self._check_target()  # check before gigabytes are written
         self._folder = MarkedFolder(target, "tmp")
         self.path = self._folder.path
 
     def commit(self, durable: bool) -> None:
-        """Give the folder its name. One that has the name already makes way; a crash in between is repaired by `recover`."""
+        """Rename the folder to its final name. An existing one is moved away first; `recover` repairs a crash in between."""
         with directory_lock(self.target.parent):
             replaced: Path | None = None
             if not self._was_promoted():
@@ -120,7 +120,7 @@ class PendingFolder:
         self._folder.close()
 
     def _was_promoted(self) -> bool:
-        """Without locks another manager can't know that this writer is alive, and may have given the complete folder its name."""
+        """Without locks another manager can't know that this writer is alive, and may have renamed the complete folder already."""
         return not self.path.exists() and identity_of(self.target, self.target.name) == self._folder.identity
 
     def _check_target(self) -> None:
@@ -133,26 +133,26 @@ class PendingFolder:
 def why_kept(folder: Path, name: str | None) -> str | None:
     """Why a folder may not be deleted or replaced; None for one that this library made for `name` (for any, when that is None)."""
     if folder.is_symlink() or not folder.is_dir():
-        return "it is no folder that this library made"
+        return "it is not a folder made by this library"
     try:
         foreign = sorted(item for item in os.listdir(folder) if not _OWN_FILE.fullmatch(item))
     except OSError as error:
         return f"it can't be listed ({error.strerror})"
     if foreign:
-        return f"it holds other files than a checkpoint's ({', '.join(foreign[:3])})"
+        return f"it holds files that are not part of a checkpoint ({', '.join(foreign[:3])})"
     if identity_of(folder, name) is None and not _is_version_1(folder, name):
         return "this library did not make it, or not under this name"
     return None
 
 
 def _is_version_1(folder: Path, name: str | None) -> bool:
-    """Entries had no markers then: a well-formed manifest, of the step in the name, is proof enough."""
+    """Entries of version 1 have no markers: a well-formed manifest with the step in the name is accepted."""
     entry = read_entry(folder)
     return entry.version == 1 and (name is None or not _ENTRY.fullmatch(name) or name == f"checkpoint_{entry.step}")
 
 
 def remove(entry: Path, name: str | None = None) -> str | None:
-    """Take an entry made for `name` (or any) away: out of sight in one rename, then its files. Returns why it was left, if it was."""
+    """Delete an entry made for `name` (or any): one rename hides it, then its files are deleted. Returns why it was kept, if it was."""
     with contextlib.suppress(FileNotFoundError):
         with directory_lock(entry.parent):
             if (reason := why_kept(entry, name)) is not None:
@@ -160,7 +160,7 @@ def remove(entry: Path, name: str | None = None) -> str | None:
             if identity_of(entry) is None:
                 _mark(entry)
             leaving = _set_aside(entry)
-            if identity_of(leaving) is not None:  # without a manifest nobody takes it for one that was to be replaced
+            if identity_of(leaving) is not None:  # without a manifest it is not mistaken for one that was to be replaced
                 with contextlib.suppress(OSError):
                     os.unlink(leaving / MANIFEST)
         _delete(leaving)
@@ -168,17 +168,17 @@ def remove(entry: Path, name: str | None = None) -> str | None:
 
 
 def clean(directory: Path) -> None:
-    """Clear up after killed writers of all steps."""
+    """Clean up after killed writers of all steps."""
     pattern = re.compile(rf"\.(checkpoint_[0-9]+)\.{_IDENTITY}\.(tmp|old)")
     for name in sorted({match[1] for item in os.listdir(directory) if (match := pattern.fullmatch(item))}):
         recover(directory / name)
 
 
 def recover(target: Path) -> None:
-    """Clear up after killed writers of one checkpoint: give a complete one the name it lacked, delete the rest of what is provably ours.
+    """Clean up after killed writers of one checkpoint: rename a complete one to its final name, delete the rest of what is provably ours.
 
-    What a living writer holds stays. Where there are no locks to tell by, only what is complete is touched: it gets the name if that is
-    free. What was set aside goes when the name is taken, or when its deletion had begun.
+    Folders of living writers are kept. Without lock support, only complete folders are touched: one gets the name if that is
+    free. Folders moved away are deleted if the name is taken, or if their deletion had begun.
     """
     for place in _leftovers(target, "tmp"):
         with writer_of(place) as writer:
@@ -186,7 +186,7 @@ def recover(target: Path) -> None:
                 continue
         delete_abandoned(place, target.name)
     for place in _leftovers(target, "old"):
-        if delete_if_empty(place):  # its deletion lacked only this
+        if delete_if_empty(place):  # the last step of its deletion
             continue
         gone = not os.path.lexists(place / MANIFEST)
         if not _promote(place, target) and (gone or os.path.lexists(target)) and why_kept(place, target.name) is None:
@@ -202,7 +202,7 @@ def _leftovers(target: Path, kind: str) -> list[Path]:
 
 
 def _promote(place: Path, target: Path) -> bool:
-    """Give a leftover that is whole, to the byte, the name that it lacks."""
+    """Rename a leftover to its final name if every byte of it is intact."""
     entry = read_entry(place)
     if entry.problem is not None or os.path.lexists(target) or why_kept(place, target.name) is not None:
         return False
@@ -215,14 +215,14 @@ def _promote(place: Path, target: Path) -> bool:
     except CheckpointError:
         return False
     except OSError as error:
-        warn(f"{place}: a complete checkpoint that can't get its name {target.name} ({error.strerror})")
+        warn(f"{place}: a complete checkpoint that can't be renamed to {target.name} ({error.strerror})")
         return False
     return True
 
 
 def _mark(entry: Path) -> None:
-    """Give an entry of version 1 a marker, so that its deletion can be told from a replacement if it is cut short."""
-    with contextlib.suppress(OSError):  # a full disk: it goes without
+    """Add a marker to an entry of version 1, so that an interrupted deletion can be told from a replacement."""
+    with contextlib.suppress(OSError):  # the disk is full: continue without
         lock = write_marker(entry, entry.name, new_identity())
         if lock is not None:
             lock.close()

@@ -1,6 +1,6 @@
-"""The process group as the trainer sees it: who am I, do all agree, did anyone fail. All of it is `torch.distributed`.
+"""The process group as the trainer uses it: rank, agreement and failures of all ranks. Built on `torch.distributed`.
 
-Without a process group everything here works with one rank and no communication.
+Without a process group everything works as one rank without communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def start() -> bool:
-    """Join the process group that `torchrun` describes, NCCL on GPUs and gloo without; False when there is none to join."""
+    """Join the process group that `torchrun` describes, NCCL with GPUs and gloo without; False if there is none to join."""
     if dist.is_initialized():
         return True
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -60,12 +60,12 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 (or anything else that makes DTensors) holds the parameters in pieces."""
+    """Whether the parameters are sharded, by FSDP2 or anything else that uses DTensors."""
     return any(is_distributed(parameter) for parameter in model.parameters())
 
 
 def data_parallel(model: nn.Module, **options: Any) -> nn.Module:
-    """The model in DistributedDataParallel, unless there is one rank, it is wrapped already, or nothing in it trains."""
+    """The model in DistributedDataParallel, unless there is one rank, it is already wrapped, or it has no trainable parameters."""
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world_size() == 1 or isinstance(model, WRAPPERS) or is_sharded(model) or not trains:
         return model
@@ -76,7 +76,7 @@ def data_parallel(model: nn.Module, **options: Any) -> nn.Module:
 
 @dataclass
 class Ranks:
-    """A group of ranks that act together. `own_group()` gives one whose messages do not mix with those of training."""
+    """A group of ranks. `own_group()` returns one whose messages are separate from those of training."""
 
     group: Any = None
 
@@ -119,7 +119,7 @@ class Ranks:
         return total / self.count
 
     def together(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank; every result, or the same failure on all of them."""
+        """Run `action` on every rank; returns all results, or raises the same error on all ranks."""
         result: Any = None
         problem: CheckpointError | None = None
         try:
@@ -133,11 +133,11 @@ class Ranks:
             raise problem
         for number, (_, text) in enumerate(answers):
             if text is not None:
-                raise CheckpointError(f"rank {number} failed: {text}", remedy="Its own output says more.")
+                raise CheckpointError(f"rank {number} failed: {text}", remedy="See the output of that rank.")
         return [answer for answer, _ in answers]
 
     def first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank only; its result, or its failure, on all of them."""
+        """Run `action` on the first rank only; returns its result, or raises its error, on all ranks."""
         return self.together(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]  # rank 0's is a T
 
 
@@ -145,8 +145,8 @@ class Ranks:
 def _lost_ranks() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # gloo and NCCL report a dead peer so
+    except RuntimeError as error:  # raised by gloo and NCCL for a dead peer
         raise CheckpointError(
             f"lost contact with another rank ({str(error).splitlines()[0][:200]})",
-            remedy="A rank has failed: see its own error. Restart the job, it resumes from the newest checkpoint.",
+            remedy="A rank has failed: see its own error. Restart the job to resume from the newest checkpoint.",
         ) from error

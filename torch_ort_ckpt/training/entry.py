@@ -1,10 +1,10 @@
-"""One entry of a checkpoint directory: a folder that holds an ordinary ORT checkpoint and, beside it, the rest of a training's state.
+"""One entry of a checkpoint directory: a folder with an ordinary ORT checkpoint and the rest of the training state.
 
 | file | what |
 |---|---|
 | `checkpoint` | parameters, buffers, moments, step: what ORT's own loader reads |
 | `training.json`, `training.safetensors` | what all ranks share: optimizer, scheduler, scaler, counters; tensors refer to `checkpoint` |
-| `rank_<r>.json`, `rank_<r>.safetensors` | what is each rank's own: random generators, position in the data, half-accumulated gradients |
+| `rank_<r>.json`, `rank_<r>.safetensors` | state of each rank: random generators, position in the data, partially accumulated gradients |
 | `manifest.json` | written last: every file with its size and hash, step, ranks, metrics, and a hash of all that |
 | `.torch-ort-ckpt` | written first: proof that this library made the folder and may delete it |
 """
@@ -38,7 +38,7 @@ from . import tree
 CHECKPOINT, SHARED, MANIFEST = "checkpoint", "training", "manifest.json"
 VERSION = 2
 READABLE = (1, 2)
-"""Version 1 had sums of words for checksums, and none of the manifest itself."""
+"""Version 1 used sums of words as checksums, and had none of the manifest itself."""
 
 _LARGEST = 16 << 20  # of a manifest: enough for 70,000 ranks
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -53,7 +53,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the manifest says. `problem` is None for a complete entry, else why it is not one."""
+    """The content of the manifest. `problem` is None for a complete entry, else the reason why it is incomplete."""
 
     path: Path
     step: int
@@ -75,28 +75,28 @@ class Entry:
         return sum(record.size for record in self.files.values())
 
     def verify(self) -> None:
-        """Read every byte and compare it with the manifest; raises what is wrong."""
+        """Read every file and compare its hash with the manifest; raises on a mismatch."""
         if self.problem is not None:
             raise CorruptFileError(self.problem, path=self.path)
         checksum = file_hash if self.version > 1 else _word_sums
         for name, record in self.files.items():
             if checksum(self.path / name) != record.checksum:
-                raise CorruptFileError("its bytes are not those that were written", path=self.path / name)
+                raise CorruptFileError("its checksum does not match the manifest", path=self.path / name)
 
     def state(self) -> CheckpointState:
         return load(self.checkpoint, format="ort")
 
     def shared(self, state: CheckpointState) -> Any:
-        """What all ranks share; `state` is the entry's own, which it refers to."""
+        """The state shared by all ranks; `state` is the entry's ORT checkpoint, which it refers to."""
         return _read_tree(self.path, SHARED, state)
 
     def local(self, rank: int) -> Any:
-        """What that rank had to itself."""
+        """The state of that rank."""
         return _read_tree(self.path, f"rank_{rank}", None)
 
 
 def read_entry(path: Path) -> Entry:
-    """Look at an entry without reading its data: manifest, presence and sizes of the files. Whatever is wrong is its `problem`."""
+    """Check an entry without reading its data: manifest, presence and sizes of the files. Any fault becomes its `problem`."""
     named = re.search(r"checkpoint_([0-9]+)", path.name)
     step = int(named[1]) if named else -1
     try:
@@ -125,13 +125,13 @@ def _manifest(path: Path) -> bytes:
 
 
 def _parse(path: Path, content: Any) -> Entry:
-    """What a manifest says. Raises one of the exceptions that `read_entry` expects where it is not one of ours."""
+    """Parse a manifest. Raises one of the exceptions that `read_entry` expects if it is malformed."""
     version = _whole(content["version"], "version", 1)
     if version not in READABLE:
         return Entry(path, -1, version=version)
     own_hash = content.pop("hash", None)
     if own_hash != (bytes_hash(json.dumps(content, sort_keys=True).encode()) if version > 1 else None):
-        raise ValueError("it is not what was written")
+        raise ValueError("its checksum does not match")
     files = {name: FileRecord(_whole(record["size"], "size", 0), record["checksum"]) for name, record in content["files"].items()}
     if bad := [name for name, record in files.items() if not _FILE_NAME.fullmatch(name) or not isinstance(record.checksum, str)]:
         raise ValueError(f"{bad[0]!r} is not a file of an entry")
@@ -159,7 +159,7 @@ def _whole(value: Any, name: str, least: int, most: int = _LAST_STEP) -> int:
 
 
 def _number(value: Any, name: str, most: float | None = None) -> float:
-    name.encode()  # a lone surrogate is no text
+    name.encode()  # a lone surrogate is not valid text
     if type(value) not in (int, float) or (most is not None and not 0 <= value <= most):
         raise ValueError(f"{name!r} is not a number" + (f" from 0 to {most}" if most is not None else ""))
     return float(value)
@@ -172,12 +172,12 @@ def _missing(folder: Path, name: str, size: int) -> str | None:
         return f"{name}: {error.strerror}"
     if not stat.S_ISREG(found.st_mode):
         return f"{name}: not a regular file"
-    return f"{name}: {found.st_size} bytes, written were {size}" if found.st_size != size else None
+    return f"{name}: {found.st_size} bytes, expected {size}" if found.st_size != size else None
 
 
 def write_state(folder: Path, state: CheckpointState, durable: bool) -> dict[str, FileRecord]:
-    """The ORT file. Several optimizer groups are kept apart: ORT's loader reads them too. Half-precision aliases, which it does not read,
-    are left out: their masters say the same."""
+    """Write the ORT file. Several optimizer groups stay separate: ORT's loader reads them too. Half-precision aliases, which it ignores,
+    are omitted: they are computed from their masters."""
     groups = "keep" if len(state.optimizer) > 1 else "single"
     save(state, folder / CHECKPOINT, format="ort", durable=durable, groups=groups)
     return _records(folder, [name for name in (CHECKPOINT, CHECKPOINT + ".data") if (folder / name).exists()])
@@ -210,7 +210,7 @@ def write_manifest(
     content["hash"] = bytes_hash(json.dumps(content, sort_keys=True).encode())
     write_json(folder / MANIFEST, content, durable)
     if os.path.getsize(folder / MANIFEST) > _LARGEST:
-        raise CheckpointError(f"the manifest would have more than {_LARGEST >> 20} MiB", path=folder, remedy="Give fewer metrics.")
+        raise CheckpointError(f"the manifest would be larger than {_LARGEST >> 20} MiB", path=folder, remedy="Pass fewer metrics.")
     if durable:
         fsync_directory(folder)
 
@@ -222,7 +222,7 @@ def write_json(path: Path, content: Any, durable: bool) -> None:
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers by name; refuses what a manifest can't hold."""
+    """Metrics as plain numbers by name; raises for what a manifest can't hold."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:
@@ -230,7 +230,7 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
             found[name] = float(value)
         except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise CheckpointError(
-                f"not a number by name ({error})", field=f"metrics[{name!r}]", remedy="Give a mapping of text to numbers."
+                f"not a number by name ({error})", field=f"metrics[{name!r}]", remedy="Pass a mapping of names to numbers."
             ) from error
     return found
 
@@ -247,7 +247,7 @@ def _records(folder: Path, names: list[str]) -> dict[str, FileRecord]:
 
 
 def _word_sums(path: Path) -> str:
-    """The checksum of version 1: SHA-256 over the sums of the words of each sector. Does not notice words that changed places in one."""
+    """The checksum of version 1: SHA-256 over the sums of the words of each sector. Does not detect swapped words within a sector."""
     data, sector = np.frombuffer(FileBuffer(path).data, dtype=np.uint8), 4096
     whole = len(data) // sector * sector
     digest = hashlib.sha256(str(len(data)).encode())

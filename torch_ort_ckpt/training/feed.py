@@ -1,10 +1,10 @@
-"""`Feed`: batches without end from any loader, whose position survives a resume, also in the middle of an epoch.
+"""`Feed`: endless batches from any loader, with a position that can be saved and restored, also in the middle of an epoch.
 
-| loader | how the position is found again |
+| loader | how the position is restored |
 |---|---|
-| has `state_dict` / `load_state_dict` (torchdata's `StatefulDataLoader`) | it does it itself |
+| has `state_dict` / `load_state_dict` (torchdata's `StatefulDataLoader`) | by the loader itself |
 | draws from a `ResumableSampler` | the sampler starts there; nothing is read twice |
-| any other | the epoch begins with the random state it began with, and the batches already used are drawn again and dropped |
+| any other | the epoch restarts from its initial random state, and the batches already used are drawn again and dropped |
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Feed:
         except StopIteration:
             if self.batch == 0 and self._begun == 0:
                 raise CheckpointError(
-                    "the training loader gives no batch", remedy="Is the data set empty, or smaller than a batch?"
+                    "the training loader yields no batch", remedy="Is the data set empty, or smaller than a batch?"
                 ) from None
             self.epoch, self.batch, self._begun = self.epoch + 1, 0, 0
             self._iterator = self._begin()
@@ -54,7 +54,7 @@ class Feed:
         return self._begun + self.batch * (_batch_size(self.loader) or 1) * world_size()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._resumed is not None:  # loaded, and no batch drawn since
+        if self._resumed is not None:  # state loaded, and no batch drawn since
             return dict(self._resumed)
         own = getattr(self.loader, "state_dict", None)
         return {
@@ -68,7 +68,7 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; takes effect at the next batch."""
+        """Continue from there; takes effect at the next batch."""
         self.epoch, self.batch, self._begun = int(state["epoch"]), 0, 0
         self._iterator, self._resumed = None, dict(state) if state["begun"] else None
 
@@ -80,7 +80,7 @@ class Feed:
                 sampler.set_epoch(self.epoch)  # type: ignore[union-attr]  # just seen
             self._random = random_states() if not isinstance(sampler, ResumableSampler) else None
             return iter(self.loader)
-        # Making an iterator draws random numbers. That draw was made when the epoch began: it must not count again.
+        # Creating an iterator draws random numbers. This was done when the epoch began and must not happen twice.
         now = random_states()
         try:
             return self._resume(state, sampler)
@@ -107,7 +107,7 @@ class Feed:
         if state["random"] is not None:
             set_random_states(state["random"])
         iterator = iter(self.loader)
-        for self.batch in range(1, int(state["batch"]) + 1):  # counts what was used, as it is drawn again
+        for self.batch in range(1, int(state["batch"]) + 1):  # counts the used batches as they are drawn again
             next(iterator)
         return iterator
 

@@ -1,7 +1,7 @@
-"""`CheckpointManager`: a directory of training checkpoints that survives whatever happens to the run.
+"""`CheckpointManager`: a directory of training checkpoints that stays valid when a run crashes.
 
-A save is one rename; an old entry goes only after the new one is on the medium; a resume takes the newest entry whose every byte is
-what was written.
+A save is one rename; an old entry is deleted only after the new one is on disk; a resume uses the newest entry whose checksums
+match.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CheckpointManager:
         self.async_save, self.on_error, self.durable = async_save, on_error, durable
         self.preemption = Preemption()
         self._ranks = Ranks.own_group()
-        self._caller = Ranks.own_group()  # the background save talks in the other one at the same time
+        self._caller = Ranks.own_group()  # the background save uses the other one at the same time
         self._damaged: set[Path] = set()
         self._left: set[Path] = set()
         self.last_saved: int | None = None
@@ -99,7 +99,7 @@ class CheckpointManager:
         return self.period is not None and step > 0 and step % self.period == 0 and step not in taken
 
     def preempted(self) -> bool:
-        """Whether any rank was asked to end (SIGTERM): the same answer on all ranks, so that all save at the same step."""
+        """Whether any rank received SIGTERM: the same answer on all ranks, so that all save at the same step."""
         return self._caller.any(self.preemption.requested)
 
     def save(
@@ -124,7 +124,7 @@ class CheckpointManager:
         training = Training(model, optimizer, scheduler, scaler, data, dict(progress or {}), gradients)
         self.wait()
         taken: list[Captured] = []
-        self._caller.together(lambda: taken.append(capture(training)))  # a rank that can't must not leave the others waiting
+        self._caller.together(lambda: taken.append(capture(training)))  # a rank that fails must not leave the others waiting
         captured = taken[0]
         if not self.async_save:
             return self._finish(step, lambda: self._write(step, captured, rated))
@@ -135,7 +135,7 @@ class CheckpointManager:
         return self.directory / f"checkpoint_{step}"
 
     def wait(self) -> Path | None:
-        """Until the save in flight is on the medium; raises its error."""
+        """Wait until the save in flight is on disk; raises its error."""
         if self._in_flight is None:
             return None
         (step, running), self._in_flight = self._in_flight, None
@@ -195,7 +195,7 @@ class CheckpointManager:
 
     def _visible(self) -> None:
         if not self.directory.is_dir():
-            raise CheckpointError("this rank does not see the directory", path=self.directory, remedy="Use one that all ranks share.")
+            raise CheckpointError("this rank can't see the directory", path=self.directory, remedy="Use one that all ranks share.")
 
     # Saving, on every rank
 
@@ -228,7 +228,7 @@ class CheckpointManager:
         self._rotate()
 
     def _rotate(self) -> None:
-        """Remove what is no longer wanted; called only when a newer entry is durable. Folders of others and of unknown versions stay."""
+        """Delete entries beyond the limit; called only when a newer entry is durable. Foreign folders and unknown versions are kept."""
         if self.max_num_checkpoints is None:
             return
         found = self.list()
@@ -242,25 +242,25 @@ class CheckpointManager:
                 self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
-        """The new checkpoint is saved: an old one that can't go is no reason to stop."""
+        """Warn only if an old entry can't be deleted: the new checkpoint is saved."""
         try:
             reason = entries.remove(entry.path, entry.path.name)
         except OSError as error:
             reason = f"it can't be removed ({error.strerror})"
         if reason is not None and entry.path not in self._left:
             self._left.add(entry.path)
-            warn(f"{entry.path} stays where it is: {reason}")
+            warn(f"{entry.path} is kept: {reason}")
 
     def _finish(self, step: int, action: Callable[[], Path]) -> Path | None:
-        """Run or await a save, and only then count the step as saved: one that failed may be tried again."""
+        """Run or await a save, and mark the step as saved only on success: a failed save may be tried again."""
         try:
             path = action()
         except CheckpointError as error:
-            if self.last_saved == step:  # what is there is older than what was to be saved
+            if self.last_saved == step:  # the existing entry is older than the one to be saved
                 self.last_saved = None
             if self.on_error == "raise":
                 raise
-            warn(f"the checkpoint was not saved, training goes on: {error}")
+            warn(f"the checkpoint was not saved, training continues: {error}")
             return None
         self.last_saved = step
         return path
@@ -289,7 +289,7 @@ class CheckpointManager:
 
 
 def _give_way() -> None:
-    """Where all cores are busy, training comes before writing: on Linux a thread has a priority of its own."""
+    """Lower the priority of the writing thread (Linux only), so that it does not slow down training."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -301,7 +301,7 @@ def _checked_step(step: int) -> int:
     except TypeError as error:
         raise CheckpointError(f"must be a whole number, not {step!r}", field="step") from error
     if not 0 <= number < 2**63:
-        raise CheckpointError(f"must be a whole number from 0 on, not {number}", field="step")
+        raise CheckpointError(f"must be a non-negative integer, not {number}", field="step")
     return number
 
 
@@ -311,7 +311,7 @@ def _verified(entry: Entry) -> Entry:
 
 
 def _regroup(parts: list[Any], ranks: int, rank: int) -> dict[str, torch.Tensor] | None:
-    """Half-accumulated gradients of all ranks for another number of them: the mean over ranks, which is what counts, stays the same."""
+    """Partially accumulated gradients of all ranks for another number of ranks: the mean over ranks stays the same."""
     held = [part for part in parts if part]
     if not held or rank != 0:
         return {} if held else None

@@ -1,4 +1,4 @@
-"""SIGTERM as a request: note it, let the step finish, save, end. Cluster managers send it some time before they kill."""
+"""Handling of SIGTERM: finish the step, save, stop. Cluster managers send it some time before SIGKILL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Preemption:
-    """Notes the signal while installed. Only the main thread can install handlers; elsewhere this stays silent."""
+    """Records the signal while installed. Only the main thread can install handlers; in other threads this does nothing."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         self.number = number

@@ -23,7 +23,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put the generators back to where `random_states` found them."""
+    """Restore the generators to the states from `random_states`."""
     # Cloned: a state that aliases a mapped file would keep the file alive.
     torch.set_rng_state(states["torch"].clone())
     np.random.set_state(states["numpy"])

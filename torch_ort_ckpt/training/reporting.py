@@ -1,4 +1,4 @@
-"""What a run tells: the progress bar of the first rank, TensorBoard, and the performance report."""
+"""The output of a run: the progress bar of the first rank, TensorBoard, and the performance report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Bar:
 
 
 class Board:
-    """TensorBoard's event file, written by the first rank; does nothing without a `log_dir`."""
+    """TensorBoard's event file, written by the first rank; does nothing without `log_dir`."""
 
     def __init__(self, log_dir: PathLike | None) -> None:
         self._writer: Any = None
@@ -93,7 +93,7 @@ class Clock:
             self._quarter = (time.perf_counter(), self.samples)
 
     def throughput(self) -> float:
-        """Samples per second lately, on this rank."""
+        """Recent samples per second on this rank."""
         self._recent.append((time.perf_counter(), self.samples))
         (start, before), (end, after) = self._recent[0], self._recent[-1]
         return (after - before) / (end - start) if end > start else 0.0

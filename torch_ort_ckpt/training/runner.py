@@ -1,4 +1,4 @@
-"""`TrainingRunner`: the whole loop around any module and optimizer, on one rank or many, from the newest checkpoint on."""
+"""`TrainingRunner`: the whole loop around any module and optimizer, on one rank or many, resuming from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Metric = Callable[[Any, Any], "float | Mapping[str, float]"]
 
 
 class StepMode(Enum):
-    """What a step does, in ORT's words."""
+    """What a step does, in ORT's terms."""
 
     MODEL_UPDATE = "ModelUpdateStep"
     GRADIENT_ACCUMULATE = "GradientAccumulateStep"
@@ -49,7 +49,7 @@ class StepMode(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """What callbacks are told after each step, evaluation (`values` are the metrics) and checkpoint (`path`)."""
+    """Passed to callbacks after each step, evaluation (`values` are the metrics) and checkpoint (`path`)."""
 
     kind: str
     mode: StepMode
@@ -60,7 +60,7 @@ class Event:
 
 @dataclass
 class Result:
-    """How a run ended. `preempted`: SIGTERM came; start it again to go on from the newest checkpoint."""
+    """How a run ended. `preempted`: SIGTERM was received; run it again to resume from the newest checkpoint."""
 
     step: int
     weight_updates: int
@@ -73,7 +73,7 @@ class Result:
 
 
 class TrainingRunner:
-    """Trains `model` as `config` says.
+    """Trains `model` according to `config`.
 
     - `loss` computes the loss of a batch; by default the batch is the model's arguments and the model returns the loss (`OrtModule` does).
     - `metric` adds figures to the evaluation, `post_evaluation` is called with all of them, `callbacks` with every `Event`.
@@ -150,7 +150,7 @@ class TrainingRunner:
             if manager is not None:
                 saved = self._save_last(manager, mode)
                 if preempted:
-                    log.warning("asked to end at step %d: %s", self.step, "saved" if saved else "could not be saved")
+                    log.warning("SIGTERM received, stopping at step %d: %s", self.step, "saved" if saved else "could not be saved")
             self._finish(clock, preempted)
         return self._result(resumed_from, preempted)
 
@@ -215,7 +215,7 @@ class TrainingRunner:
         parts = self._ranks.gather((sums, count))
         total = sum(size for _, size in parts)
         if not total:
-            raise CheckpointError("the test loader gives no batch", remedy="Give it data, or leave test_loader out.")
+            raise CheckpointError("the test loader yields no batch", remedy="Give it data, or omit test_loader.")
         self.metrics = {name: sum(part[name] for part, _ in parts) / total for name in sums}
         if self._post_evaluation is not None:
             self._post_evaluation(self.metrics, self.step)
@@ -229,7 +229,7 @@ class TrainingRunner:
         before = scaler.get_scale()
         scaler.step(self.optimizer)
         scaler.update()
-        done = bool(scaler.get_scale() >= before)  # it backs off exactly when it has skipped the update
+        done = bool(scaler.get_scale() >= before)  # the scale decreases exactly when an update was skipped
         if not done and self.config.loss_scale != "dynamic":
             scaler.update(float(self.config.loss_scale or 1.0))
         return done
@@ -262,7 +262,7 @@ class TrainingRunner:
             callback(Event("checkpoint", mode, self.step, self.metrics, path))
 
     def _save_last(self, manager: CheckpointManager, mode: StepMode) -> bool:
-        """Whether the end of the run is saved. Where failures are only warnings, it is tried twice: there will be no other save."""
+        """Save at the end of the run; returns whether it succeeded. If failures are only warnings, it is tried twice."""
         for _ in range(2):
             manager.wait()
             if manager.last_saved != self.weight_updates:
@@ -355,7 +355,7 @@ def _shard(loader: Iterable[Any], seed: int) -> Iterable[Any]:
 
 
 def _scaler(scale: float | str | None, device: str) -> Any:
-    """PyTorch's own. A static scale is one that never grows, and is put back after an overflow."""
+    """PyTorch's GradScaler. A static scale never grows, and is reset after an overflow."""
     if scale is None:
         return None
     if scale == "dynamic":
@@ -364,7 +364,7 @@ def _scaler(scale: float | str | None, device: str) -> Any:
 
 
 def _without_sync(model: nn.Module, closing: bool) -> Any:
-    """Gradients travel between ranks only when the window closes."""
+    """Synchronize gradients between ranks only at the end of an accumulation window."""
     if is_fsdp(model):
         choose: Any = model.set_requires_gradient_sync
         choose(closing)
@@ -383,7 +383,7 @@ def _graph_optimizer(optimizer: Optimizer, model: nn.Module) -> OrtOptimizer | N
     """The optimizer, if it runs the optimizer graph of the artifacts."""
     if not isinstance(model, TrainingGraph):
         return None
-    from ..runtime.optimizer import OrtOptimizer  # brings onnx, which such a model has brought already
+    from ..runtime.optimizer import OrtOptimizer  # imports onnx, which such a model has already imported
 
     return optimizer if isinstance(optimizer, OrtOptimizer) else None
 

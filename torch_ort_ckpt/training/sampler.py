@@ -1,7 +1,7 @@
-"""`ResumableSampler`: which samples this rank draws, in an order that depends on seed and epoch alone, from any position on.
+"""`ResumableSampler`: the samples of this rank, in an order that depends only on seed and epoch, from any position.
 
 All ranks walk one common order, rank r taking every `ranks`-th sample from r on. So after n batches everywhere, the first
-n x batch x ranks samples are done, whatever the number of ranks: that number is the position, and another number of ranks can go on.
+n x batch x ranks samples are done, whatever the number of ranks: that number is the position, and another number of ranks can continue.
 """
 
 from __future__ import annotations

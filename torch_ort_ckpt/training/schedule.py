@@ -1,4 +1,4 @@
-"""Learning rates with warm-up as ORT's trainers had them, as a factor for PyTorch's `LambdaLR`; and how often to save."""
+"""Learning rates with warm-up as in ORT's trainers, as a factor for PyTorch's `LambdaLR`; and how often to save."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def optimal_checkpoint_period(
     step_seconds: float | None = None,
     period_seconds: float | None = None,
 ) -> CheckpointPlan:
-    """The time between saves that wastes least, when each node fails once in `node_mtbf_hours` on average, at random.
+    """The time between saves that minimizes lost time, if each node fails at random once in `node_mtbf_hours` on average.
 
     `save_seconds` is what a save costs the training loop (with `async_save` only the copy), `restart_seconds` what passes from a failure
     to the first new step. `period_seconds` computes the costs of another period instead. After Daly (2006), without his approximation:

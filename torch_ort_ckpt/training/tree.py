@@ -22,13 +22,13 @@ _PLAIN = (bool, int, float, str)
 
 
 def encode(value: Any, known: Mapping[Any, str]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(JSON-able form, the tensors it refers to). `known` comes from `labels`: tensors that stand elsewhere already."""
+    """(JSON-able form, the tensors it refers to). `known` comes from `labels`: tensors that are stored elsewhere already."""
     tensors: dict[str, torch.Tensor] = {}
     return _encode(value, "", known, tensors), tensors
 
 
 def decode(form: Any, tensors: Mapping[str, torch.Tensor], state: CheckpointState | None, path: PathLike) -> Any:
-    """The data that `encode` took apart; references go to `tensors` and into `state`."""
+    """The reverse of `encode`; references are looked up in `tensors` and `state`."""
     known = dict(state.tensors()) if state is not None else {}
     try:
         return _decode(form, tensors, known)
@@ -111,7 +111,7 @@ _TAGGED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "$device": (torch.device, lambda value: [str(value)]),
     "$plain": (_PLAIN, lambda value: [next(kind(value) for kind in _PLAIN if isinstance(value, kind))]),
 }
-"""Kinds JSON lacks: tag -> (type, its parts). The last one takes subclasses of plain values, such as enumerations of strings."""
+"""Types that JSON lacks: tag -> (type, its parts). The last one takes subclasses of plain values, such as enumerations of strings."""
 
 _BUILD: dict[str, Callable[[list[Any]], Any]] = {
     "$tuple": tuple,
@@ -127,5 +127,5 @@ _BUILD: dict[str, Callable[[list[Any]], Any]] = {
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no element type")
+        raise ValueError(f"{name} is not an element type")
     return found

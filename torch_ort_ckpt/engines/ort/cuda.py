@@ -1,4 +1,4 @@
-"""Everything that differs on CUDA: the provider's options, streams, and no waiting for the device inside a step.
+"""Everything that differs on CUDA: the provider's options, streams, and no synchronization inside a step.
 
 Written from the documentation of ONNX Runtime 1.19 and PyTorch; exercised only where a GPU is present (tests marked `cuda`).
 """
@@ -17,7 +17,7 @@ PROVIDER = "CUDAExecutionProvider"
 
 
 def present(device: torch.device) -> torch.device:
-    """The device with its index, after making sure that PyTorch has it."""
+    """The device with its index, after checking that PyTorch has it."""
     _available(device)
     index = device.index if device.index is not None else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
@@ -26,7 +26,7 @@ def present(device: torch.device) -> torch.device:
 
 
 def check(device: torch.device, providers: list[str]) -> torch.device:
-    """The device with its index, after making sure that PyTorch and ONNX Runtime both have it."""
+    """The device with its index, after checking that PyTorch and ONNX Runtime both have it."""
     _available(device)
     if PROVIDER not in providers:
         raise MissingDependencyError(
@@ -45,7 +45,7 @@ def _available(device: torch.device) -> None:
 
 
 def provider_options(device: torch.device, stream: int, chosen: Mapping[str, Any]) -> dict[str, str]:
-    """Options of the CUDA provider: the device, and PyTorch's stream so that ORT's work queues up behind PyTorch's without waiting."""
+    """Options of the CUDA provider: the device, and PyTorch's stream so that ORT's work is queued after PyTorch's without a sync."""
     options = {"device_id": str(device.index or 0), "user_compute_stream": str(stream), "cudnn_conv_algo_search": "HEURISTIC"}
     return options | {key: str(value) for key, value in chosen.items()}
 
@@ -72,7 +72,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def ordered(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Order a run on `stream` after PyTorch's current stream and before what comes next there, on the device alone."""
+    """Order a run on `stream` after PyTorch's current stream and before what follows there, without blocking the host."""
     now = torch.cuda.current_stream(stream.device)
     if now.cuda_stream == stream.cuda_stream:
         yield

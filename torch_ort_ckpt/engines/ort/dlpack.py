@@ -1,7 +1,7 @@
 """PyTorch tensors as OrtValues and back, without a copy. The only place where DLPack capsules are made and used.
 
-ONNX Runtime 1.19.2 crashes on a capsule used twice, on a versioned capsule and on a tensor in place of one; and it takes a negative or
-conjugate view at face value. None of these can be expressed here.
+ONNX Runtime 1.19.2 crashes on a capsule used twice, on a versioned capsule and on a tensor in place of one; and it ignores the negative or
+conjugate bit of a view. This module rules all of these out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def to_ort(tensor: torch.Tensor) -> Any:
     if not has_memory(tensor):
         raise without_memory(tensor)
     if tensor.dtype not in ALIASABLE:
-        raise UnsupportedError(f"ONNX Runtime can't borrow tensors of {short_name(tensor.dtype)}", remedy="Convert it first.")
+        raise UnsupportedError(f"ONNX Runtime can't use tensors of {short_name(tensor.dtype)}", remedy="Convert it first.")
     if not tensor.is_contiguous():
-        raise UnsupportedError("only contiguous tensors can be lent", remedy="Call .contiguous() first.")
+        raise UnsupportedError("only contiguous tensors can be shared with ONNX Runtime", remedy="Call .contiguous() first.")
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     if tensor.requires_grad:
@@ -44,7 +44,7 @@ def from_ort(value: Any, is_bool: bool = False) -> torch.Tensor:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values lie where the tensor says: not so for DTensors and other wrappers around tensors, which ORT would crash on."""
+    """Whether the values are at the tensor's `data_ptr`: not so for DTensors and other wrapper subclasses, which would crash ORT."""
     if type(tensor) in _PLAIN or tensor.numel() == 0:
         return True
     try:
@@ -62,7 +62,7 @@ def without_memory(tensor: torch.Tensor, field: str | None = None) -> Unsupporte
 
 
 def as_input(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it can be lent, a contiguous copy otherwise."""
+    """The tensor itself if it can be shared, else a contiguous copy."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 

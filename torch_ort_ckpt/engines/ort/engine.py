@@ -1,7 +1,7 @@
 """ONNX Runtime executes the graphs, on memory that PyTorch owns.
 
 The training graph computes loss and gradients in one run. Gradients are written into a flat buffer of a small pool; each buffer has its
-own IOBinding with its outputs bound once. A buffer is free again when nobody outside refers to its storage.
+own IOBinding with its outputs bound once. A buffer is free again when nothing else references its storage.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class OrtEngine:
     def step_into(
         self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
     ) -> tuple[tuple[torch.Tensor, ...], Tensors]:
-        """As `step`, writing over gradients that an earlier step returned: nothing is looked up or handed out anew."""
+        """As `step`, but overwrites the gradients that an earlier step returned: no new buffer or views are needed."""
         graph = self.training_graph()
         buffer = graph.pool.owner_of(gradients)
         if buffer is None:
@@ -96,7 +96,7 @@ class OrtEngine:
         return self.eval_graph().run(inputs, parameters)
 
     def prepare(self) -> None:
-        """Make the sessions of every graph that has operators of its own, so that what ORT can't run shows now."""
+        """Create the sessions of every graph with operators of its own, so that what ORT can't run fails early."""
         if self.artifacts.training_path is not None:
             self.training_graph()
         if self.artifacts.eval_path is not None and not _operators(self.artifacts.eval) <= _operators(self.artifacts.training):
@@ -126,14 +126,14 @@ class OrtEngine:
 
 
 class _Gradients(torch.autograd.Function):
-    """Forward runs forward and backward at once; backward hands the gradients out."""
+    """Forward runs forward and backward at once; backward returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, graph: _TrainingGraph, inputs: Tensors, parameters: Tensors, seed: int | None, *trainable: Any) -> Any:
         ctx.buffer, ctx.lease, outputs = graph.run(inputs, parameters, seed)
         ctx.buffer.drop_steady_views()
         ctx.dtypes = None if not graph.aliases else [parameter.dtype for parameter in trainable[: len(graph.trainable)]]
-        if graph.input_gradients:  # saved, so that PyTorch notices if the user has changed these outputs before the backward
+        if graph.input_gradients:  # saved, so that PyTorch detects in-place changes to these outputs before the backward
             ctx.save_for_backward(*(outputs[position] for _, position in graph.input_gradients))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
@@ -162,7 +162,7 @@ class _Gradients(torch.autograd.Function):
             gradients = [*gradients, *(gradient * grad_loss for gradient in ctx.saved_tensors)]
         if not all(needed):
             gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
-        # AccumulateGrad takes a gradient without copying it only if nobody else refers to it.
+        # AccumulateGrad takes a gradient without copying it only if there is no other reference to it.
         del flats
         return (None, None, None, None, *gradients)
 
@@ -225,7 +225,7 @@ class _TrainingGraph(GraphSession):
             else:
                 binding.io.bind_ortvalue_input(name, to_ort(view))
                 binding.io.bind_output(name.removesuffix(ACCUMULATION_BUFFER) + ACCUMULATION_OUTPUT, ort_device(torch.device("cpu")))
-        if self.buffers:  # adding up is PyTorch's business: every run overwrites its buffer
+        if self.buffers:  # PyTorch accumulates the gradients: every run overwrites its buffer
             binding.io.bind_ortvalue_input(LAZY_RESET, to_ort(torch.ones(1, dtype=torch.bool, device=self.device)))
         buffer.binding = binding
         return buffer
@@ -260,7 +260,7 @@ class _EvalGraph(GraphSession):
 
 
 def _operators(model: onnx.ModelProto | None) -> set[tuple[str, str]]:
-    """Those whose kernels a session needs. The training graph has BatchNormalization under another name."""
+    """The operators whose kernels a session needs. The training graph has BatchNormalization under another name."""
     found = {(node.domain, node.op_type) for node in all_nodes(model.graph)} if model is not None else set()
     return found - {("", "BatchNormalization"), ("", "Constant"), ("", "Identity")}
 

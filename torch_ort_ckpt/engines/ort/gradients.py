@@ -1,7 +1,7 @@
-"""Where gradients are written: flat buffers, reused when nobody refers to them any more.
+"""Where gradients are written: flat buffers, reused when nothing references them any more.
 
-PyTorch's AccumulateGrad takes a gradient over instead of copying it, so what was written in one step may be some parameter's `.grad`
-for as long as the user likes. The storage's reference count tells, whoever holds it: a Parameter, a view, DDP, a saved variable.
+PyTorch's AccumulateGrad takes a gradient without copying it, so the gradient of one step may remain some parameter's `.grad`
+for any time. The storage's reference count covers every holder: a Parameter, a view, DDP, a saved variable.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Lease = list[torch.Tensor]
 """Tensors on a buffer's memory; while they live, the buffer is not free."""
 
 POOL_SIZE = 4
-"""Buffers kept for reuse; more forwards than that before a backward get buffers of their own."""
+"""Buffers kept for reuse; further forwards before a backward allocate new ones."""
 
 _MANY = 8
 
 
 class GradientBuffer:
-    """One flat tensor per element type, where each gradient lies in it, and the IOBinding that writes there.
+    """One flat tensor per element type, the place of each gradient in it, and the IOBinding that writes there.
 
-    Gradients of one shape lie side by side, so that one `unbind` makes the views of all of them: faster than a view each if they are many.
+    Gradients of one shape are adjacent, so that one `unbind` creates all their views: faster than one view each if there are many.
     """
 
     def __init__(self, gradients: Sequence[tuple[torch.dtype, Shape]], device: torch.device) -> None:
@@ -38,7 +38,7 @@ class GradientBuffer:
         members: dict[tuple[torch.dtype, Shape], list[int]] = {}
         for index, key in enumerate(gradients):
             members.setdefault(key, []).append(index)
-        # Where in which flat tensor: of a gradient of its own, and of many of one shape together.
+        # Place in which flat tensor: of single gradients, and of groups of gradients of one shape.
         self._single: list[tuple[int, int, Shape, Shape, int]] = []
         self._together: list[tuple[list[int], int, Shape, Shape, int]] = []
         for (dtype, shape), indices in members.items():
@@ -69,8 +69,8 @@ class GradientBuffer:
         return found
 
     def steady_views(self) -> list[torch.Tensor]:
-        """The gradients as the same tensor objects each time: making 300 views anew costs more than a small model's step."""
-        if not counts_tensor_uses():  # nobody could tell whether such an object is in use
+        """The gradients as the same tensor objects each time: creating 300 views takes longer than a small model's step."""
+        if not counts_tensor_uses():  # whether such an object is in use can't be detected
             return self.views(self._flats)
         if self._steady is None:
             self._steady = self.views(self._flats)
@@ -79,18 +79,18 @@ class GradientBuffer:
         return self._steady
 
     def drop_steady_views(self) -> None:
-        """Nobody uses them (the buffer was free): not to look at each of them again in every step."""
+        """Mark the views as unused (the buffer was free), so that a step need not check each of them again."""
         if self._steady is not None:
             self._steady.clear()
             self._steady = None
             self._baseline = [before - views for before, views in zip(self._baseline, self._counts, strict=True)]
 
     def settle(self) -> None:
-        """Remember how often the memory is referred to now, when nobody outside does."""
+        """Record the storage's reference count now, while there are no outside references."""
         self._baseline = [storage_uses(flat) for flat in self._flats]
 
     def moved(self) -> bool:
-        """Whether somebody has put the memory elsewhere, where the binding does not write: all of it, as `share_memory_` of a gradient
+        """Whether the memory was moved away from where the binding writes: all of it, as `share_memory_` of a gradient
         does, or a steady view's, as `gradient.data = ...` does."""
         if [flat.data_ptr() for flat in self._flats] != self._addresses:
             return True
@@ -103,7 +103,7 @@ class GradientBuffer:
 
 
 class GradientPool:
-    """Hands out a free buffer, or makes one."""
+    """Returns a free buffer, or creates one."""
 
     def __init__(self, make: Callable[[], GradientBuffer]) -> None:
         self._make = make
@@ -131,20 +131,20 @@ class GradientPool:
 
 
 def scale(gradients: Sequence[torch.Tensor], grad_loss: torch.Tensor) -> None:
-    """What the user made of the loss before `backward`. A GPU is not asked whether it is 1."""
+    """Scale the gradients by the loss's gradient. The shortcut for 1 is skipped on GPU to avoid a sync."""
     if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
         foreach_mul_(list(gradients), grad_loss.reshape(()))
 
 
 def spent() -> UnsupportedError:
     return UnsupportedError(
-        "backward through the same forward a second time",
+        "trying to backward through the same forward a second time",
         remedy="Pass retain_graph=True to the first backward, or run the model again.",
     )
 
 
 def refuse_second_derivative(remedy: str) -> None:
-    """Raise inside a backward that was asked for a graph over the gradients (only then is grad mode on): they come without one."""
+    """Raise in a backward with create_graph=True (only then is grad mode on): these gradients have no graph."""
     if torch.is_grad_enabled():
         raise UnsupportedError("create_graph=True: the gradients of this engine can't be differentiated again", remedy=remedy)
 

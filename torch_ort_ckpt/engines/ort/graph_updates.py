@@ -1,8 +1,8 @@
 """The optimizer graph, run by ONNX Runtime on tensors that PyTorch owns.
 
-The graph takes sequences of tensors. Where they can be made once (see `sequences`), a step binds again only what has moved; elsewhere
+The graph takes sequences of tensors. Where they can be kept (see `sequences`), a step rebinds only tensors that have moved; elsewhere
 lists of numpy arrays on the same memory go through `InferenceSession.run`, which turns each of them into a tensor in every step. Tensors
-that lie side by side are handed over as one (see `memory`).
+that are adjacent in memory are passed as one (see `memory`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .sessions import make_session
 from .versions import as_ort_loads
 
 _KEPT = 4
-"""Sequences kept: gradients come in the few buffers of a pool."""
+"""Number of sequences kept: gradients are in the few buffers of a pool."""
 
 
 class GraphUpdater:
@@ -38,7 +38,7 @@ class GraphUpdater:
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         if options.device.type != "cpu":
-            raise UnsupportedError("the optimizer graph runs on CPU memory here", remedy="Use OrtOptimizer(fused=True).")
+            raise UnsupportedError("the optimizer graph runs on CPU memory only", remedy="Use OrtOptimizer(fused=True).")
         self._artifacts = artifacts
         self._options = EngineOptions(threads=options.threads, session_options=options.session_options)
         self._runs: dict[OptimizerSpec, _Run] = {}
@@ -57,7 +57,7 @@ class GraphUpdater:
         return updated
 
     def _run(self, spec: OptimizerSpec) -> _Run:
-        """Hyper-parameters are attributes of the graph: other values need another session (a small one)."""
+        """Hyper-parameters are attributes of the graph: other values need another (small) session."""
         if spec not in self._runs:
             if len(self._runs) >= 16:
                 self._runs.clear()
@@ -87,11 +87,11 @@ _Addresses = list[list[int]]
 
 
 class _Roles:
-    """What the graph takes for the tensors of each role, made once for the few places they come from.
+    """The graph's inputs for the tensors of each role, cached for the few addresses they have.
 
-    It does not refer to the tensors (a held gradient could not be reused), so it is only ever used for live tensors at the addresses it
-    was made for. The addresses of all roles together are the key: memory of a gradient may be another's in the next step, and only with
-    the parameters do addresses tell the sizes.
+    It holds no references to the tensors (a held gradient could not be reused), so it is only used for live tensors at the addresses it
+    was made for. The key is the addresses of all roles together: a gradient's memory may belong to another one in the next step, and only
+    together with the parameters do addresses determine the sizes.
     """
 
     def __init__(self, session: Any, make: Callable[[list[Piece]], Any]) -> None:
@@ -102,7 +102,7 @@ class _Roles:
         self._known: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
 
     def addresses(self, update: Update) -> _Addresses:
-        """Where the tensors lie. A transposed view lies at the same address as the tensor, so it is refused here."""
+        """The tensors' addresses. A transposed view has the same address as the tensor, so it is refused here."""
         found = [list(map(_address, get(update))) for get in self._get]
         if not (all(map(_is_contiguous, update.parameters)) and all(map(_is_contiguous, update.gradients))):
             raise _refusal("strided")
@@ -119,7 +119,7 @@ class _Roles:
                         raise _refusal("strided" if tensor.dtype is torch.float32 else short_name(tensor.dtype))
             if len(self._known) >= _KEPT:
                 self._known.clear()
-            # Clipping adds up the norms of the tensors: joined, they would be added up in another order.
+            # Clipping sums the norms of the tensors: joined tensors would be summed in a different order.
             joined = update.hyperparameters.max_norm is None and update.hyperparameters.known
             sizes = [parameter.numel() for parameter in update.parameters]
             self._known[key] = [self._make(own) for own in pieces(addresses, sizes, join=joined)]
@@ -127,7 +127,7 @@ class _Roles:
 
 
 class SequenceRun:
-    """Sequences on the tensors' memory, bound until a tensor has moved."""
+    """Sequences on the tensors' memory, bound until a tensor moves."""
 
     def __init__(self, session: Any) -> None:
         from onnxruntime.capi import _pybind_state as ort
@@ -176,7 +176,7 @@ class ListRun:
 _ROLES: dict[str, Callable[[Update], Tensors]] = {
     "params": attrgetter("parameters"),
     "gradients": attrgetter("gradients"),
-    "first_order_moments": lambda update: update.first or update.parameters,  # SGD declares them and leaves them alone
+    "first_order_moments": lambda update: update.first or update.parameters,  # SGD declares them but does not use them
     "second_order_moments": attrgetter("second"),
 }
 
@@ -184,7 +184,7 @@ _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 
 def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.ModelProto:
-    """The same optimizer graph with other attributes."""
+    """The same optimizer graph with different attributes."""
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     values = {"alpha": spec.betas[0], "beta": spec.betas[1], "epsilon": spec.eps, "weight_decay": spec.weight_decay}
@@ -197,10 +197,10 @@ def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.Mo
 
 
 def _increment_versions(tensors: Tensors) -> None:
-    """Tell autograd that the tensors changed, which it can't see when ORT writes."""
+    """Tell autograd that the tensors changed: it does not see writes by ORT."""
     try:
         torch.autograd.graph.increment_version(tensors)
-    except TypeError:  # PyTorch 2.4 takes one tensor at a time
+    except TypeError:  # PyTorch 2.4 accepts one tensor at a time
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 

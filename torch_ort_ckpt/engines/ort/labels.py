@@ -1,7 +1,7 @@
-"""Labels out of range. ONNX Runtime's loss kernels use a label as an index without looking at it, and read whatever lies there.
+"""Labels out of range. ONNX Runtime's loss kernels use a label as an index without a bounds check.
 
-Labels that are an input of the graph are compared with the number of classes before a run. Where they are computed inside (a language
-model shifts them), nodes are added that replace a label out of range by 0 and report it, so that the run can be refused.
+Labels that are an input of the graph are checked against the number of classes before a run. Where the graph computes them (a language
+model shifts them), added nodes replace a label out of range by 0 and report it, so that the run can be refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GivenLabels:
 
     def check(self, inputs: Tensors) -> None:
         labels = inputs[self.place]
-        if labels.device.type != "cpu":  # to look at them would be to wait for the device
+        if labels.device.type != "cpu":  # checking them would need a device sync
             return
         low, high = torch.aminmax(labels)
         if low.item() < 0 or high.item() >= self.classes:
@@ -48,7 +48,7 @@ class GivenLabels:
 
 @dataclass(frozen=True)
 class LabelChecks:
-    """What is looked at before a run, and pairs of outputs to look at after it: labels, and whether each is in range."""
+    """Labels to check before a run, and pairs of outputs to check after it: labels, and whether each is in range."""
 
     given: list[GivenLabels]
     reported: list[str]
@@ -71,12 +71,12 @@ def out_of_range(label: int, classes: int | None, field: str | None) -> Checkpoi
     return CheckpointError(
         f"label {label} is out of range{known}",
         field=field,
-        remedy="Correct the labels. A label to be left out needs a loss with ignore_index.",
+        remedy="Correct the labels. Ignored labels need a loss with ignore_index.",
     )
 
 
 def check_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> tuple[onnx.ModelProto, LabelChecks]:
-    """The model, changed where its labels are computed inside, and what to look at in each run."""
+    """The model, changed if it computes its labels itself, and what to check in each run."""
     losses = [node for node in model.graph.node if node.op_type in _LOSSES]
     if not losses:
         return model, NO_CHECKS
@@ -111,12 +111,12 @@ def _class_counts(model: onnx.ModelProto, scores: Iterable[str]) -> dict[str, in
         return counts
     try:
         return known(typed_values(model)) | counts
-    except Exception:  # onnx has no common root for what inference may raise; the graph is then asked at each run
+    except Exception:  # shape inference may raise anything; the graph is then checked at each run
         return counts
 
 
 def _ignored(model: onnx.ModelProto, node: onnx.NodeProto) -> int | str | None:
-    """The label to leave out: an attribute, or an input (its value where that is a constant, and its name otherwise)."""
+    """The ignored label: an attribute, or an input (its value if that is a constant, else its name)."""
     if len(node.input) > 3 and node.input[3]:
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         constants |= {other.output[0]: attributes(other).get("value") for other in model.graph.node if other.op_type == "Constant"}

@@ -1,10 +1,10 @@
-"""Tensors that lie side by side in memory.
+"""Tensors that are adjacent in memory.
 
-An optimizer graph treats every element alike, so tensors that follow one another can be handed to it as one: on many small parameters it
+An optimizer graph treats every element alike, so adjacent tensors can be passed to it as one: with many small parameters it
 then takes half the time. Parameters, gradients and moments are laid out in the same order for that. Parameters and moments have a storage
 of their own each, as `safetensors` and others refuse tensors that share one.
 
-ORT's kernels round differently in the elements that don't fill a vector at the end of a tensor. For the same bits, every tensor starts
+ORT's kernels round differently in the last elements of a tensor that don't fill a vector. For bit-identical results, every tensor starts
 at a cache line, and one whose size is not a multiple of it is never followed by another in the same piece.
 """
 
@@ -28,9 +28,9 @@ _LINE = _CACHE_LINE // 4
 
 
 def layout(kinds: Sequence[tuple[torch.dtype, Shape]]) -> tuple[list[int], dict[torch.dtype, int]]:
-    """Where each tensor starts within the memory for its type (in elements), and how much there must be of each type.
+    """The start of each tensor within the memory for its type, and the size needed for each type (both in elements).
 
-    Tensors of one shape are neighbours, those of whole cache lines come first, the others are followed by a gap.
+    Tensors of one shape are adjacent, those of whole cache lines come first, the others are followed by padding.
     """
     members: dict[tuple[torch.dtype, Shape], list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -52,7 +52,7 @@ def side_by_side(shapes: Sequence[Shape]) -> list[torch.Tensor]:
 
 
 def zeros_like_all(tensors: Tensors) -> list[torch.Tensor]:
-    """Zeros that lie to one another as the tensors do, where these are side by side."""
+    """Zeros with the same memory layout as the tensors, where these are adjacent."""
     if any(type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.dtype is not torch.float32 for tensor in tensors):
         return [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
     starts, end = {}, 0
@@ -67,8 +67,8 @@ def zeros_like_all(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def pieces(addresses: Sequence[Sequence[int]], sizes: Sequence[int], *, join: bool) -> list[list[Piece]]:
-    """For each list of tensors, given by their addresses (`sizes` are their numbers of elements, the same for all lists): what to hand
-    over. With `join`, tensors of whole cache lines become one with what follows them in every list."""
+    """For each list of tensors, given by their addresses (`sizes` are their numbers of elements, the same for all lists): the pieces to
+    pass on. With `join`, tensors of whole cache lines are merged with the tensor that follows them in every list."""
     found: list[list[Piece]] = [[] for _ in addresses]
     filled = [index for index, size in enumerate(sizes) if size]
     if not join or not filled:

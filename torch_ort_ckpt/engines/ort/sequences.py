@@ -1,10 +1,10 @@
 """Tensor sequences on memory that PyTorch owns.
 
-ONNX Runtime's Python package makes sequences only from lists of numpy arrays, anew in every run; its C API can make one that is kept.
-The package exports no C API, but hands it to the execution providers it loads: `libonnxruntime_providers_shared` holds a pointer to the
-provider host, whose first virtual function returns it. A sequence made there is put in the place of the value of a Python OrtValue.
+ONNX Runtime's Python package creates sequences only from lists of numpy arrays, in every run; its C API can create one that is reused.
+The package exports no C API, but passes it to the execution providers it loads: `libonnxruntime_providers_shared` holds a pointer to the
+provider host, whose first virtual function returns it. A sequence created there replaces the value of a Python OrtValue.
 
-All this is layout of one release, the last, and was tried on Linux: anywhere else `available()` is False.
+This relies on the layout of one release, the last one, and is tested on Linux: anywhere else `available()` is False.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Base(ctypes.Structure):
 
 
 class _Api:
-    """The few functions used of OrtApi, by their fixed places in it."""
+    """The few functions used of OrtApi, by their fixed slots."""
 
     def __init__(self, table: int) -> None:
         self._table = table
@@ -61,7 +61,7 @@ class _Api:
         return ctypes.CFUNCTYPE(result, *arguments)(address or 0)
 
     def _make(self, function: Callable[..., Any], *arguments: Any) -> int:
-        """Call a function that hands its result out through the last argument."""
+        """Call a function that returns its result through the last argument."""
         made = _Pointer()
         status = function(*arguments, ctypes.byref(made))
         if status:
@@ -85,7 +85,7 @@ class _Api:
                     self._release_value(part)
 
     def place(self, sequence: int, value: Any) -> None:
-        """Exchange what two OrtValues hold: the Python object gets the sequence, what it held is released."""
+        """Swap the contents of two OrtValues: the Python object gets the sequence, its old value is released."""
         target = _native(value)
         held = ctypes.string_at(target, _ORT_VALUE_BYTES)
         ctypes.memmove(target, sequence, _ORT_VALUE_BYTES)
@@ -101,7 +101,7 @@ def available() -> bool:
 def make_sequence(pieces: Sequence[Piece]) -> Any:
     """An OrtValue that is a sequence of flat tensors of float32 on these pieces of CPU memory.
 
-    It does not keep the memory alive: whoever uses it must know that the tensors there live.
+    It does not keep the memory alive: the caller must.
     """
     api = _api()
     if api is None:
@@ -112,7 +112,7 @@ def make_sequence(pieces: Sequence[Piece]) -> Any:
 
 
 def _native(value: Any) -> int:
-    """Where the C++ object lies that a pybind11 object holds: its pointer follows the head that every Python object has."""
+    """The address of the C++ object that a pybind11 object holds: the pointer follows the PyObject header."""
     return _Pointer.from_address(id(value) + object.__basicsize__).value or 0
 
 
@@ -121,7 +121,7 @@ def _api() -> _Api | None:
     import onnxruntime
 
     library = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_shared.so"
-    # The version is asked of Python first: nothing below is touched in a release that may be laid out differently.
+    # Check the version first: another release may have a different layout.
     if sys.platform != "linux" or onnxruntime.__version__.encode() != _RELEASE or not library.is_file():
         return None
     get_host = ctypes.CDLL(str(library)).Provider_GetHost

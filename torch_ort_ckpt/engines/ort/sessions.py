@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: how they are made for training, and bindings of their inputs and outputs to PyTorch's memory."""
+"""ONNX Runtime sessions: how they are created for training, and bindings of their inputs and outputs to PyTorch's memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .labels import NO_CHECKS, LabelChecks
 
 
 class GraphSession:
-    """One InferenceSession and which of its inputs are the user's, which parameters, and which half-precision aliases of parameters."""
+    """One InferenceSession, and which of its inputs are the user's, parameters, or half-precision aliases of parameters."""
 
     written: Mapping[str, str] = MappingProxyType({})
-    """Outputs of the graph that take the place of a parameter's value, by the parameters' names."""
+    """Outputs of the graph that replace a parameter's value, by parameter name."""
     labels: LabelChecks = NO_CHECKS
 
     def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
@@ -42,7 +42,7 @@ class GraphSession:
         ]
 
     def results(self, binding: Binding) -> tuple[torch.Tensor, ...]:
-        """Run, and return the outputs that are the user's."""
+        """Run, and return the user's outputs."""
         outputs = binding.run()
         if self.labels.reported:
             end = len(outputs) - len(self.labels.reported)
@@ -52,7 +52,7 @@ class GraphSession:
 
 
 class Binding:
-    """An IOBinding that remembers what it is bound to, and binds again only what has moved."""
+    """An IOBinding that remembers what it is bound to, and rebinds only what has moved."""
 
     def __init__(self, owner: GraphSession, outputs: Sequence[str]) -> None:
         from onnxruntime.capi import _pybind_state as ort
@@ -75,7 +75,7 @@ class Binding:
             if name is not None:
                 self.io.bind_ortvalue_input(name, to_ort(as_input(value)))
         tensors = parameters if self._all else [parameters[index] for index in self._indices]
-        # A parameter may have been swapped for a transposed view of itself: same pointer, other meaning.
+        # A parameter may have been replaced by a transposed view of itself: same pointer, different layout.
         pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
         if pointers != self._pointers:
             for position, (old, new) in enumerate(zip(self._pointers, pointers, strict=True)):
@@ -90,7 +90,7 @@ class Binding:
             self._refresh_aliases(parameters)
 
     def run(self) -> list[torch.Tensor]:
-        """Execute; returns the outputs named at construction, in memory that nobody else writes to, now or later."""
+        """Execute; returns the outputs named at construction, in memory that nothing else writes to, now or later."""
         try:
             if self.owner.stream is None:
                 self.owner.session._sess.run_with_iobinding(self.io, None)
@@ -111,12 +111,12 @@ class Binding:
         return outputs
 
     def _let_go(self) -> None:
-        """Bind the outputs anew: what a run has filled stays bound, and the next run would write into it again."""
+        """Rebind the outputs: after a run they stay bound, and the next run would overwrite them."""
         for name in self._outputs:
             self.io.bind_output(name, self._device)
 
     def _refresh_aliases(self, parameters: Tensors) -> None:
-        """Half-precision aliases follow their masters, whoever changed them since the last run."""
+        """Update half-precision aliases whose masters have changed since the last run."""
         masters = [parameters[index].detach() for index, _, _ in self.owner.aliases]
         if self._aliases is None:
             self._aliases = [master.to(dtype) for master, (_, _, dtype) in zip(masters, self.owner.aliases, strict=True)]
@@ -131,7 +131,7 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
     settings = options.session_options or onnxruntime.SessionOptions()
     if options.session_options is None:
         settings.log_severity_level = 3
-        # Threads that spin within a run save the time to wake them; spinning on after it, they would take the cores from PyTorch's.
+        # Spinning within a run saves the time to wake threads; after the run it would take cores from PyTorch's threads.
         settings.add_session_config_entry("session.force_spinning_stop", "1")
         if options.threads is not None:
             settings.intra_op_num_threads = options.threads
@@ -157,7 +157,7 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
 
 
 def set_seed(seed: int) -> None:
-    """Every random number ORT draws next follows from this (process-wide)."""
+    """Seed ORT's random numbers (process-wide)."""
     import onnxruntime
 
     onnxruntime.set_seed(seed)
@@ -177,6 +177,6 @@ def _checked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         raise UnsupportedError(
             f"is {short_name(tensor.dtype)} now, the graph computes with {short_name(spec.dtype)}",
             field=spec.name,
-            remedy=f"Call model.to(torch.{short_name(spec.dtype)}); for half precision export the artifacts so.",
+            remedy=f"Call model.to(torch.{short_name(spec.dtype)}); for half precision, export the artifacts in it.",
         )
     return tensor

@@ -1,7 +1,7 @@
-"""Graphs stamped with a newer version than ONNX Runtime loads, though they use nothing of it.
+"""Graphs marked with a newer version than ONNX Runtime supports, though they use none of its features.
 
-The `onnx` package stamps what it makes with its own newest IR version, so that ONNX Runtime 1.19.2 refuses the optimizer graphs it has
-just made itself.
+The `onnx` package marks what it creates with its own newest IR version, so that ONNX Runtime 1.19.2 refuses the optimizer graphs it has
+just created itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ...graphs.description import all_nodes
 from ...graphs.passes.forward import MAX_IR_VERSION
 
 _MAX_OPSET = 21
-"""The newest of the standard operators that ORT 1.19.2 knows."""
+"""The newest version of the standard operators that ORT 1.19.2 supports."""
 _NEWEST_TYPE = onnx.TensorProto.INT4
 """The newest element type of that IR version."""
 
 
 def as_ort_loads(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph with versions lowered as far as it needs (a copy). One that does use something newer stays: ORT will name it."""
+    """A copy of the graph with lowered versions. A graph that uses newer features stays as it is: ORT's error will name them."""
     lowered = model.ir_version > MAX_IR_VERSION and not _uses_newer(model)
     unused = [index for index, item in enumerate(model.opset_import) if _is_standard(item.domain) and item.version > _MAX_OPSET]
     if any(_is_standard(node.domain) for node in all_nodes(model.graph)) or model.functions:
@@ -41,7 +41,7 @@ def _is_standard(domain: str) -> bool:
 
 
 def _uses_newer(model: onnx.ModelProto) -> bool:
-    """Element types, or devices of nodes, that came after the last IR version that ORT loads."""
+    """Element types, or devices of nodes, that are newer than the last IR version that ORT loads."""
     graph = model.graph
     kinds = [tensor.data_type for tensor in graph.initializer]
     kinds += [value.type.tensor_type.elem_type for value in [*graph.input, *graph.output, *graph.value_info]]

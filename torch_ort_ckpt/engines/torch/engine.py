@@ -1,4 +1,4 @@
-"""`TorchEngine`: PyTorch executes the graphs, autograd computes the gradients. See `Engine` for what each method promises.
+"""`TorchEngine`: PyTorch executes the graphs, autograd computes the gradients. See `Engine` for the methods.
 
 Random numbers come from torch's own generator, as for any PyTorch module, so that activation checkpointing and saved RNG states work.
 """
@@ -26,7 +26,7 @@ from ..ort.gradients import refuse_second_derivative, scale, spent
 
 
 class TorchEngine:
-    """Both graphs are translated at once, so that an operator without translation shows early; `options.compile` puts them through
+    """Both graphs are translated at once, so that an operator without translation fails early; `options.compile` passes them to
     `torch.compile`."""
 
     name = "torch"
@@ -34,7 +34,7 @@ class TorchEngine:
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         self.artifacts, self.options = artifacts, options
-        # What a forward reads must be there before torch.compile traces it: a cached property takes a lock when first computed.
+        # Compute cached properties before torch.compile traces the forward: they take a lock when first computed.
         self._read_by_forward = artifacts.inputs, artifacts.input_gradients
         self._exported = [spec.dtype for spec in artifacts.parameters.values()]
         order = {name: place for place, name in enumerate(artifacts.parameters)}
@@ -58,8 +58,8 @@ class TorchEngine:
         return self.training_graph(inputs, parameters)
 
     def _computes_at_once(self, inputs: Tensors, parameters: Tensors) -> bool:
-        """Whether loss and gradients can be computed in one go, compiled, before `backward` asks for them: a quarter faster on a
-        transformer than a forward that saves what a backward needs. Only where nothing but the loss can be differentiated, and only by
+        """Whether loss and gradients can be computed by one compiled function, before `backward` is called: a quarter faster on a
+        transformer than a forward that saves tensors for a backward. Only if nothing but the loss is differentiable, with respect to
         the parameters."""
         return (
             self.options.compile
@@ -94,7 +94,7 @@ class TorchEngine:
 
     @cached_property
     def _compiled_step(self) -> Callable[..., Any]:
-        """Loss and gradients as one compiled function: nothing is saved for, or handed out by, a backward of its own."""
+        """Loss and gradients as one compiled function, without a separate backward."""
         graph, places = self.training_graph, self._trainable
         assert graph is not None
 
@@ -119,7 +119,7 @@ class TorchEngine:
 
 
 class _AtOnce(torch.autograd.Function):
-    """Forward computes loss and gradients; backward hands the gradients out."""
+    """Forward computes loss and gradients; backward returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, engine: TorchEngine, inputs: Tensors, parameters: Tensors, *_: Any) -> Any:
@@ -154,11 +154,11 @@ def independent(gradients: Tensors, others: Tensors) -> list[torch.Tensor]:
 
 
 def _refuse_pieces(inputs: Tensors, parameters: Tensors, artifacts: Artifacts) -> None:
-    """A parameter of which this process holds a piece can't be used together with the whole tensors of a batch."""
+    """Raise for sharded parameters, which can't be used together with the plain tensors of a batch."""
     for place, value in enumerate(parameters):
         if type(value) is not torch.nn.Parameter and is_distributed(value) and not all(is_distributed(given) for given in inputs):
             raise UnsupportedError(
-                "is a DTensor, of which this process holds a piece",
+                "is a DTensor, of which this process holds only a shard",
                 field=list(artifacts.parameters)[place],
                 remedy="Call the model itself, model(...), which gathers what fully_shard has sharded; train_step does not.",
             )
@@ -172,7 +172,7 @@ _USUAL_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
 def could_not_run(error: Exception) -> Exception:
-    """What to raise for an error of PyTorch's operators; kinds of their own (out of memory, tracing) are the caller's business."""
+    """What to raise for an error of PyTorch's operators; special types (out of memory, tracing) are left to the caller."""
     if type(error) not in (*_USUAL_ERRORS, NotImplementedError):
         return error
     return CheckpointError(
@@ -193,7 +193,7 @@ class TorchGraph:
     """The types of the arguments that the graph was exported with."""
     compile: bool
     borrowed: list[int]
-    """Outputs that may be views of an argument: they are copied, as a result must not change when the argument does."""
+    """Outputs that may be views of an argument: they are copied, so that results don't change with the argument."""
     _variants: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = field(default_factory=dict)
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
@@ -214,7 +214,7 @@ class TorchGraph:
         return outputs
 
     def prepare(self, inputs: Tensors, parameters: Tensors) -> None:
-        """Make what a run with these needs, before a compiler watches."""
+        """Create what a run with these needs, before torch.compile traces it."""
         self._functions(self.arguments(inputs, parameters))
 
     def _functions(self, arguments: Tensors) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -263,7 +263,7 @@ _MAY_BE_VIEWS = frozenset(
 
 
 def borrowed_outputs(graph: onnx.GraphProto, outputs: list[str]) -> list[int]:
-    """Which outputs may lie in the memory of one of the graph's inputs."""
+    """Which outputs may alias one of the graph's inputs."""
     producers = {name: node for node in graph.node for name in node.output}
     found = []
     for place, name in enumerate(outputs):

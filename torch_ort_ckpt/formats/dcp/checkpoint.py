@@ -1,6 +1,6 @@
-"""`dcp`: a folder of `torch.distributed.checkpoint`, written by all ranks of a process group together, each its share.
+"""`dcp`: a folder of `torch.distributed.checkpoint`, written by all ranks of a process group together, each writing its share.
 
-Keys are `model.<weight>` and `optimizer.<group>.<weight>.<moment>`; what tensors can't say is a JSON text under `torch_ort_ckpt`, itself a
+Keys are `model.<weight>` and `optimizer.<group>.<weight>.<moment>`; everything else is a JSON text under `torch_ort_ckpt`, itself a
 tensor of bytes. Nothing of a folder is unpickled: its index and the archives in its files are read as data (`dcp_index`, `torch_archive`).
 Folders that others wrote are read too: their `model.` (or `state_dict.`) tensors, and `optim.state.<weight>.<moment>` as moments. What is
 not a tensor (numbers, text, other objects) is never opened; a warning names it.
@@ -63,7 +63,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
 
 
 def write(state: CheckpointState, path: Path, *, durable: bool = True, progress: Progress | None = None) -> None:
-    """Write the folder. In a process group every rank must call this with the same state: each writes its share of it."""
+    """Write the folder. In a process group every rank must call this with the same state, and writes its share."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -81,13 +81,13 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             raise save_error(cause, path) from error
         raise CheckpointError(f"can't be written ({error}); what was there before is untouched", path=path) from error
     if not alone:
-        dist.barrier()  # nobody goes on before the first rank has put the folder in place
+        dist.barrier()  # all ranks wait until the first one has renamed the folder into place
     if progress:
         progress(sum(nbytes(value) for value in content.values()))
 
 
 def _begin(stack: contextlib.ExitStack, path: Path, durable: bool) -> Path:
-    """The folder to write into, which takes the place of `path` when the stack closes."""
+    """The folder to write to, which replaces `path` when the stack closes."""
     try:
         return stack.enter_context(atomic_folder(path, owns, durable=durable)).temporary
     except CheckpointError:
@@ -110,7 +110,7 @@ def owns(name: str) -> bool:
 
 
 def repair(path: Path) -> bool:
-    """Finish a save that was cut short between its two renames."""
+    """Finish a save that was interrupted between its two renames."""
     return folders.repair(path)
 
 
@@ -183,7 +183,7 @@ def _assembled(entry: Entry, name: str, files: _Files) -> torch.Tensor:
 
 
 def _overlap(chunks: list[Chunk]) -> bool:
-    """Whether any two boxes share an element. Looked up in a grid with a cell between any two borders: never more cells than elements."""
+    """Whether any two boxes share an element. Uses a grid with a cell between any two borders: never more cells than elements."""
     if len(chunks) < 2:
         return False
     borders = []
@@ -225,7 +225,7 @@ class _Files:
             )
 
     def tensor(self, chunk: Chunk, name: str) -> torch.Tensor:
-        """A chunk's tensor, in memory of its own: archives lie at any position in these files, so their data can't be mapped."""
+        """A chunk's tensor, in memory of its own: archives may start at any offset in these files, so their data can't be mapped."""
         assert chunk.place is not None
         buffer = self.file(chunk.place.file)
         return load_tensor(buffer, chunk.place.start, chunk.place.end, name).resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""The index of a DCP folder, `.metadata`: which tensors there are, in which chunks, and where in which file each chunk lies.
+"""The index of a DCP folder, `.metadata`: which tensors there are, in which chunks, and the file and offset of each chunk.
 
 It is a pickle of DCP's own classes. It is read as data (see `pickled`): no class of PyTorch, or of anyone else, is reachable from it.
 """

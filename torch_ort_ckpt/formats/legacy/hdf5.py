@@ -1,6 +1,6 @@
-"""The part of HDF5 that h5py wrote for ORTTrainer, read in place: no library between the bytes and the checks.
+"""The part of HDF5 that h5py wrote for ORTTrainer, read in place without a library.
 
-Groups are symbol tables, datasets lie in one piece, strings in global heaps: HDF5's earliest layout, h5py's default. Every address and
+Groups are symbol tables, datasets are contiguous, strings are in global heaps: HDF5's earliest layout, h5py's default. Every address and
 length is checked before use, so a damaged file gives an error (libhdf5 itself can loop for minutes on one). Files in the newer, checksummed
 layout are opened with h5py (`hdf5_library.py`). Links, virtual and external datasets lead out of the file and are refused.
 """
@@ -79,7 +79,7 @@ class _File:
         self.spent = 0
 
     def spend(self, amount: int, where: str) -> None:
-        """Count the bytes gone through: structures that do not overlap can't take more than the file, so overlapping ones end here."""
+        """Count the bytes visited: structures that do not overlap can't exceed the file size, so overlapping ones are detected here."""
         self.spent += amount
         if self.spent > 4 * self.buffer.size:
             raise self.error("structures that overlap", where)
@@ -205,7 +205,7 @@ class _File:
         return name, int.from_bytes(self.sized(content, position + 8, where)[position:], "little")
 
     def refuse_dense(self, content: bytes, where: str) -> None:
-        """Many links with such names lie in a heap of their own, which only libhdf5 knows its way in."""
+        """Many links with such names are in a heap of their own, which only libhdf5 can read."""
         if not content:
             return
         position = 2 + 8 * (self.sized(content, 2, where)[1] & 1)
@@ -336,7 +336,7 @@ class _File:
 
 
 class Claims:
-    """Bytes in use: what does not overlap can't add up to more than the file, which also bounds copies."""
+    """Bytes in use: data that does not overlap can't exceed the file size, which also bounds copies."""
 
     def __init__(self, buffer: FileBuffer) -> None:
         self.buffer = buffer

@@ -1,10 +1,10 @@
-"""Optimizer state as ORTTrainer and TrainingRunner kept it, and what their files have no place for.
+"""Optimizer state as ORTTrainer and TrainingRunner stored it, and a note for what their files can't hold.
 
 Moments are `Moment_1`, `Moment_2`; Adam counts per weight (`Update_Count`), Lamb once for all (`Step`). Both are int64[1], start at 1
-and say which update comes next: our `step` (updates done) is one less.
+and hold the number of the next update: our `step` (updates done) is one less.
 
-What can't be read off a file in that layout (other properties, learning rates, which weights are frozen) goes into one JSON note beside it:
-`note` compares a state with what its file alone would give, `restore` puts the difference back.
+What that layout can't hold (other properties, learning rates, which weights are frozen) goes into one JSON note next to it:
+`note` compares a state with what its file alone would restore, `restore` applies the difference.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def updates_done(value: Value, path: PathLike, where: str) -> int:
 
 
 def own_step(group: OptimizerGroup, param: str, path: PathLike | None = None) -> int:
-    """How often this weight was updated: its own `step` where it has one."""
+    """The number of updates of this weight: its own `step` if it has one."""
     value = group.states[param].get("step")
     if value is None:
         return group.step
@@ -113,7 +113,7 @@ def check_plain(state: CheckpointState, path: PathLike) -> None:
 
 
 def note(inferred: CheckpointState, state: CheckpointState, path: PathLike) -> str | None:
-    """What the file alone would get wrong about `state`, as JSON; None if nothing."""
+    """What the file alone would not restore of `state`, as JSON; None if nothing."""
     content: dict[str, Any] = {}
     wanted = checked_properties(state, path)
     if inferred.properties.keys() != wanted.keys() or not all(same_number(inferred.properties[key], wanted[key]) for key in wanted):
@@ -131,7 +131,7 @@ def note(inferred: CheckpointState, state: CheckpointState, path: PathLike) -> s
 
 
 def restore(state: CheckpointState, text: str | None, path: PathLike) -> CheckpointState:
-    """Put back what `note` kept (in place)."""
+    """Restore what `note` recorded (in place)."""
     if text is None:
         return state
     try:

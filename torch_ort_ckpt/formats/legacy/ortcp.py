@@ -78,7 +78,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
 
 
 def _write_tree(output: DeferredErrors, tree: Tree, path: Path, progress: Progress | None, h5py: Any) -> None:
-    """HDF5 never learns that a write failed: it may crash the process, now or when that ends."""
+    """Hide write errors from HDF5: they may crash the process, at once or at exit."""
 
     def advance(count: int) -> None:
         output.check()
@@ -93,7 +93,7 @@ def _write_tree(output: DeferredErrors, tree: Tree, path: Path, progress: Progre
 
 
 def _check_names(inferred: CheckpointState, state: CheckpointState, path: Path) -> None:
-    """A `/` nests groups: a name must not read as another weight's, or as a moment."""
+    """A `/` nests groups: a name must not be mistaken for another weight's, or for a moment."""
     found, wanted = (
         {param: sorted(states.keys() - {"step"}) for group in each.optimizer.values() for param, states in group.states.items()}
         for each in (inferred, state)

@@ -111,7 +111,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
     if properties := _properties(state, path, notes):
         files[_CUSTOM] = [protobuf.encode_scalar(name, value, path) for name, value in sorted(properties.items())]
     if not files:
-        files[_TRAINABLE] = []  # an empty folder would be no checkpoint at all
+        files[_TRAINABLE] = []  # an empty folder would not be a checkpoint
     with atomic_folder(path, _owns, durable=durable) as folder:
         for name, messages in files.items():
             protobuf.write_sequence(folder.open(name), messages, progress)
@@ -152,7 +152,7 @@ def _group(properties: dict[str, int | float | str]) -> OptimizerGroup:
         group.step = step
     if isinstance(rate, float):
         group.initial_lr = rate
-    group.hyperparameters.update(properties)  # nothing ORT wrote, but nothing to lose either
+    group.hyperparameters.update(properties)  # not written by ORT, but nothing is lost
     return group
 
 

@@ -1,6 +1,6 @@
 """`runner`: the folder that the C++ TrainingRunner wrote (ORT 1.3 to 1.19 sources).
 
-`tensors.pbseq` describes tensors whose bytes lie end to end in `tensors.bin`; weights, their `_fp16` aliases and optimizer state stand
+`tensors.pbseq` describes tensors stored end to end in `tensors.bin`; weights, their `_fp16` aliases and optimizer state are
 side by side (`Moment_1_<w>`, `Update_Count_<w>`, Lamb's `Step`). `properties.pbseq` holds strings.
 """
 

@@ -63,7 +63,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
 
 
 class _Outside:
-    """External data files beside the model, opened when first needed."""
+    """External data files next to the model, opened when first needed."""
 
     def __init__(self, path: Path, mmap: bool) -> None:
         self.path, self.mmap = path, mmap
@@ -190,7 +190,7 @@ def write_model(
 
 
 def _write_data(file: BinaryIO, outside: Sequence[tuple[Any, torch.Tensor]], progress: Progress | None) -> str:
-    """Write the tensors, tell their initializers where, and return the hash of it all."""
+    """Write the tensors, set their location in the initializers, and return the hash of everything."""
     hasher, end = Hasher(), 0
     for item, value in outside:
         gap = bytes(padding(end))

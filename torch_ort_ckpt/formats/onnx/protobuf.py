@@ -1,6 +1,6 @@
 """`onnx.TensorProto` messages in delimited sequences, read in place and written as a stream.
 
-A `.pbseq` file is a varint count, then per message a varint length and the message. Nothing is trusted: every length is checked against the
+A `.pbseq` file is a varint count, then per message a varint length and the message. Every length is checked against the
 bytes that are there before anything is allocated. `raw_data` (and packed floats) become tensors that alias the mapped file; protobuf's own
 parser would copy them, and stops at 2 GiB per message.
 """
@@ -156,7 +156,7 @@ def external_number(text: str | None, key: str, default: int, path: PathLike, na
 
 
 class _TensorFields:
-    """The fields of one `TensorProto`, collected in one pass before anything is made of them."""
+    """The fields of one `TensorProto`, collected in one pass before they are used."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
@@ -274,7 +274,7 @@ class _TensorFields:
 
 
 def _varints(message: Message, start: int, end: int) -> np.ndarray:
-    """Packed varints as uint64, decoded a stretch at a time: the working memory stays small beside the result."""
+    """Packed varints as uint64, decoded a stretch at a time: the working memory stays small compared with the result."""
     results = []
     while start < end:
         stretch = np.frombuffer(message.buffer.data, np.uint8, min(end - start, 1 << 20), start)

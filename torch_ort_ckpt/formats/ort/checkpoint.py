@@ -48,7 +48,7 @@ def matches(path: Path) -> bool:
 
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
-    """Read a checkpoint file and, where it says so, its sidecar."""
+    """Read a checkpoint file and, if it refers to one, its sidecar."""
     return extras.unpack(_as_written(path, mmap), path)
 
 
@@ -66,7 +66,7 @@ def _as_written(path: Path, mmap: bool) -> CheckpointState:
             try:
                 return _read(path, _Source(path, buffer, reader, mmap))
             except CheckpointError:
-                if not buffer.replaced():  # else a writer took the data away in between: the next one's is there
+                if not buffer.replaced():  # else a writer replaced the data in between: try the new one
                     raise
     raise CheckpointError("replaced again and again while being read", path=path)
 
@@ -364,7 +364,7 @@ class _Plan:
                 f"ORT has no element type {short_name(value.dtype)}", path=self.path, field=f"{where}/{name}", remedy="Convert it first."
             )
         fields.append(Field(3, "int32", number))
-        if nominal:  # ORT wants the vector of bytes, empty
+        if nominal:  # ORT requires the vector of bytes, even if empty
             return [*fields, Field(2, "int64s", ()), Field(4, "blob", Blob(0, torch.empty(0, dtype=value.dtype)))]
         fields.append(Field(2, "int64s", tuple(value.shape)))
         if value.is_meta:

@@ -4,7 +4,7 @@
   witness of when this was true.
 - `torch_ort_ckpt.floats`: JSON, float properties that float32 (all that ORT stores) would round.
 - `torch_ort_ckpt.partitions`: JSON, weight -> `PartitionInfo`.
-- `torch_ort_ckpt.aliases`: JSON, weight -> the name of its half-precision alias, where names and shapes alone would tell another story.
+- `torch_ort_ckpt.aliases`: JSON, weight -> the name of its half-precision alias, where names and shapes alone would give another result.
 
 ORT may train on and save again with these still inside: a learning rate whose witness no longer fits, or a float whose rounded value
 has changed, is stale and dropped.
@@ -119,7 +119,7 @@ def _take_aliases(state: CheckpointState, path: PathLike) -> None:
 
 
 def _witness(state: CheckpointState, group: OptimizerGroup) -> str:
-    """Changes when training goes on: the step and the first bytes of the first trainable weight (one page of the file)."""
+    """Changes when training continues: the step and the first bytes of the first trainable weight (one page of the file)."""
     text = str(group.step).encode()
     for _, value in sorted(state.trainable.items()) if not state.nominal else ():
         if not is_string(value) and not value.is_meta and value.numel():

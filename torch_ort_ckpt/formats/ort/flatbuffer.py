@@ -111,7 +111,7 @@ class Reader:
 
 
 class Table:
-    """One table; fields are asked for by number and checked when read."""
+    """One table; fields are read by number and checked when read."""
 
     __slots__ = ("_fields", "label", "parent", "position", "reader")
 

@@ -41,7 +41,7 @@ def read_by(state: CheckpointState, releases: str, refused: tuple[torch.dtype, .
 
 
 def _refusal(state: CheckpointState, refused: tuple[torch.dtype, ...]) -> str | None:
-    """Why no loader takes it. The parameters of a nominal checkpoint have no bytes: there the loader does not ask for their type."""
+    """Why no loader takes it. The parameters of a nominal checkpoint have no bytes: there the loader does not check their type."""
     if "" in state.parameters:
         return "a parameter has no name"
     for name, value in state.parameters.items():

@@ -31,7 +31,7 @@ def find(path: Path, main: FileBuffer, mmap: bool) -> FileBuffer:
         buffer = FileBuffer(place, mmap=mmap)
         return buffer, identity_of(buffer)
 
-    homes = dict.fromkeys((path_of(path), path_of(os.path.realpath(path))))  # through a link, we write beside the file itself
+    homes = dict.fromkeys((path_of(path), path_of(os.path.realpath(path))))  # follow a link: write next to the file itself
     return fileset.locate(path, list(homes), identity_of(main), opened)
 
 

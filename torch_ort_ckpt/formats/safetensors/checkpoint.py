@@ -48,7 +48,7 @@ def matches(path: Path) -> bool:
 
 
 def is_part(path: Path) -> bool:
-    """Whether this file is a shard, or the optimizer's, of a checkpoint that stands beside it."""
+    """Whether this file is a shard, or the optimizer's, of a checkpoint next to it."""
     shard = _SHARD.fullmatch(path.name)
     if shard is not None:
         return os.path.exists(path.with_name(shard[1] + SUFFIXES[1])) or is_part(path.with_name(shard[1] + SUFFIXES[0]))
@@ -85,7 +85,7 @@ def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
 
 
 def _foreign(model: _Bundle) -> CheckpointState:
-    """A file somebody else wrote: floating-point tensors count as trainable."""
+    """A file written by other software: floating-point tensors count as trainable."""
     state = CheckpointState(_buffers=tuple(model.buffers))
     for name, value in model.tensors.items():
         (state.trainable if value.is_floating_point() else state.frozen)[name] = value
@@ -93,7 +93,7 @@ def _foreign(model: _Bundle) -> CheckpointState:
 
 
 def repair(path: Path) -> bool:
-    """Give every part its final name after a save that was cut short; returns whether there was anything to do."""
+    """Give every part its final name after an interrupted save; returns whether there was one."""
     places = _Places.of(path)
     folder = places.model.parent
     with directory_lock(folder):
@@ -206,7 +206,7 @@ def write(
     max_shard_size: int = MAX_SHARD_SIZE,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write weights, and optimizer state beside them. `metadata` adds strings to the file's own, as `safetensors.torch.save_file` does."""
+    """Write weights, and optimizer state next to them. `metadata` adds strings to the file's own, as `safetensors.torch.save_file` does."""
     if state.nominal:
         raise UnsupportedError("a nominal state has no data to write", path=path, remedy="Complete it first, or keep it in format 'ort'.")
     places = _Places.of(path)
@@ -286,7 +286,7 @@ class _Writer:
     def bundle(
         self, stack: contextlib.ExitStack, stem: Path, shards: list[dict[str, torch.Tensor]], texts: dict[str, str], grouped: bool
     ) -> PendingFile:
-        """Write one bundle's files; returns the one that stands for it: the file itself or the index."""
+        """Write one bundle's files; returns its main file: the file itself or the index."""
         if len(shards) == 1:
             return self._file(stack, Path(f"{stem}{SUFFIXES[0]}"), shards[0], texts, grouped)
         weight_map: dict[str, str] = {}

@@ -217,7 +217,7 @@ def storage_identity(reference: Any) -> tuple[str, torch.dtype | None, int]:
 
 
 def _marked(value: torch.Tensor, notes: Any) -> torch.Tensor:
-    """Views that are conjugates or negatives of their storage say so in a last argument."""
+    """Views that are conjugates or negatives of their storage have a last argument for it."""
     marks = dict(notes) if isinstance(notes, Pairs) and all(isinstance(key, str) for key, _ in notes) else {}
     value = torch.conj(value) if marks.get("conj") is True else value
     return negative_view(value) if marks.get("neg") is True else value

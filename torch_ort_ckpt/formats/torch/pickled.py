@@ -35,7 +35,7 @@ class Name:
 
 
 class Call:
-    """An object that the pickle wants made: what it calls, with which arguments, and the state and content it then sets."""
+    """An object that the pickle constructs: what it calls, with which arguments, and the state and content it then sets."""
 
     __slots__ = ("arguments", "content", "function", "state")
 

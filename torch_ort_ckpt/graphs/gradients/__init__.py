@@ -1,1 +1,1 @@
-"""Who makes the gradient graph, and the check that an exported graph computes what its module does."""
+"""Building gradient graphs, and checking that an exported graph computes the same as its module."""

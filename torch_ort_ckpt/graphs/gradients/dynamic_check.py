@@ -1,6 +1,6 @@
 """Whether an exported graph computes what its module does, also at other sizes than the example's.
 
-A tracer can bake the example's sizes into a graph whose inputs still claim to be dynamic, or fix a dimension that was to stay open.
+A tracer can hard-code the example's sizes in a graph whose inputs are declared dynamic, or fix a dimension requested as dynamic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_fixed(model: onnx.ModelProto, dynamic: Dynamic, path: PathLike | None = None) -> None:
-    """Every dimension that was asked to be dynamic is symbolic in the graph's inputs."""
+    """Check that every dimension requested as dynamic is symbolic in the graph's inputs."""
     for value in model.graph.input:
         sizes = value.type.tensor_type.shape.dim
         for axis, name in dynamic.get(value.name, {}).items():
@@ -66,7 +66,7 @@ def check_dynamic(model: onnx.ModelProto, module: nn.Module, inputs: Inputs, dyn
 
 
 def _computed_wrongly(model: onnx.ModelProto) -> bool:
-    """Whether ONNX Runtime is known to compute other values for the graph: only its shapes can be compared then."""
+    """Whether ONNX Runtime is known to compute wrong values for the graph: only its shapes can be compared then."""
     try:
         refuse_wrong(model)
     except UnsupportedError:
@@ -74,7 +74,7 @@ def _computed_wrongly(model: onnx.ModelProto) -> bool:
     return False
 
 
-_OTHER_VALUES = "an output has other values"
+_OTHER_VALUES = "an output has different values"
 
 
 class _ModuleError(Exception):
@@ -82,7 +82,7 @@ class _ModuleError(Exception):
 
 
 def _difference(session: Any, module: nn.Module, inputs: Inputs, random: bool) -> str | None:
-    """How the graph's outputs differ from the module's, in words; None where they agree."""
+    """How the graph's outputs differ from the module's, as text; None if they agree."""
     expected = _native(module, inputs)
     feeds = {value.name: inputs[value.name].detach().cpu().numpy() for value in session.get_inputs() if value.name in inputs}
     from ..onnxruntime_package import ort_errors
@@ -162,7 +162,7 @@ def _session(model: onnx.ModelProto) -> Any:
 
 
 def _with_running_statistics(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Exporters disagree on how BatchNorm trains (the gradient builder settles it): the comparison is made with running statistics."""
+    """Exporters differ in how they write BatchNorm in training mode, so the comparison uses running statistics."""
     if not _normalises(model):
         return model
     changed = onnx.ModelProto()

@@ -18,7 +18,7 @@ from ..description import ONNX_ERRORS
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
 IGNORE_INDEX = -100
-"""The label that PyTorch's cross entropy leaves out unless told otherwise."""
+"""The default `ignore_index` of PyTorch's cross entropy."""
 
 
 def build_gradients(
@@ -41,7 +41,7 @@ def build_gradients(
         ) from error
     from ..onnxruntime_package import ort_errors
 
-    # Only the first output goes into a loss; the others are there to be returned.
+    # Only the first output is used for the loss; the others are returned.
     scores = model.graph.output[0].name
     if loss == "cross_entropy":
         scores = _scores(model, class_axis)
@@ -107,7 +107,7 @@ def _scores(model: onnx.ModelProto, class_axis: int | None) -> str:
         )
     axis = 1 if class_axis is None else class_axis
     if not -rank <= axis < rank or axis % rank == 0:
-        raise CheckpointError(f"class_axis={class_axis} is no class axis of an output with {rank} dimensions", field=output.name)
+        raise CheckpointError(f"class_axis={class_axis} is not a class axis of an output with {rank} dimensions", field=output.name)
     axis %= rank
     if all(value.name != "labels" for value in graph.input):
         labels = onnx.ValueInfoProto()
@@ -116,7 +116,7 @@ def _scores(model: onnx.ModelProto, class_axis: int | None) -> str:
         labels.type.tensor_type.elem_type = onnx.TensorProto.INT64
         del labels.type.tensor_type.shape.dim[axis]
         graph.input.append(labels)
-        # onnxblock takes an input for missing as long as no node reads it.
+        # onnxblock treats an input as missing as long as no node reads it.
         graph.node.append(helper.make_node("Identity", ["labels"], ["labels.read"]))
     if axis == 1:
         return str(output.name)

@@ -1,4 +1,4 @@
-"""What exporters write and ORT 1.19.2 can't differentiate or load, put right. Every repair keeps the mathematics."""
+"""Fixes for what exporters write and ORT 1.19.2 can't differentiate or load. Every fix keeps the mathematics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def repair_forward(model: onnx.ModelProto) -> list[str]:
         ("gave LayerNormalization and Dropout the outputs their gradients need", complete_outputs),
         ("replaced CastLike by Cast", replace_cast_like),
         ("decomposed InstanceNormalization", decompose_instance_norm),
-        ("removed Transposes that move nothing", remove_identity_transposes),
+        ("removed Transposes without effect", remove_identity_transposes),
     )
     for text, repair in repairs:
         if count := repair(model):
@@ -40,7 +40,7 @@ def cap_ir_version(model: onnx.ModelProto) -> bool:
 
 
 def count_axes_from_front(model: onnx.ModelProto) -> int:
-    """PyTorch's older exporter writes `permute(0, -1, 1)` as it stands; ONNX knows no negative axes there."""
+    """PyTorch's older exporter keeps the negative axes of `permute(0, -1, 1)`; ONNX does not allow them there."""
     count = 0
     for node in all_nodes(model.graph):
         for item in node.attribute:
@@ -91,7 +91,7 @@ def decompose_instance_norm(model: onnx.ModelProto) -> int:
             nodes.append(node)
             continue
         rank = ranks.get(node.input[0], 0)
-        if rank < 3:  # not known well enough to be replaced: ORT will say that it has no gradient
+        if rank < 3:  # rank or shape unknown: not replaced, ORT will report the missing gradient
             nodes.append(node)
             continue
         nodes.extend(_instance_norm_nodes(model, node, rank, opset))
@@ -102,7 +102,7 @@ def decompose_instance_norm(model: onnx.ModelProto) -> int:
 
 
 def remove_identity_transposes(model: onnx.ModelProto) -> int:
-    """ORT's optimizer takes any Transpose before a Gemm of matrices for one that exchanges rows and columns."""
+    """ORT's graph optimizer assumes that any Transpose before a Gemm swaps rows and columns."""
     count = 0
     for node in all_nodes(model.graph):
         perm = list(attributes(node).get("perm", ())) if node.op_type == "Transpose" else []
@@ -124,9 +124,9 @@ def single_batch_norm_outputs(model: onnx.ModelProto) -> int:
 
 
 def stop_padding_gradients(model: onnx.ModelProto, padding: Mapping[str, int]) -> int:
-    """Let no gradient reach the padding row of embeddings (weight -> row) in a training graph, in place: Gather has no such attribute.
+    """Zero the gradient of the padding row of embeddings (weight -> row) in a training graph, in place: Gather has no such attribute.
 
-    The node of the forward part says so too, for whoever differentiates it anew: see `graphs.padding_row`.
+    The forward node records it too, for code that differentiates the forward part again: see `graphs.padding_row`.
     """
     opset = next(item.version for item in model.opset_import if item.domain in ("", "ai.onnx"))
     lookups = {

@@ -1,11 +1,11 @@
-"""What ORT 1.19.2 computes wrongly in training graphs, rewritten into nodes that it computes rightly. `limits.py` refuses the rest.
+"""Rewrites of what ORT 1.19.2 computes wrongly in training graphs into nodes that it computes correctly. `limits.py` refuses the rest.
 
 - `ConvGrad` of one- and three-dimensional convolutions in groups: for every group the kernel clears memory for all of them, and so writes
-  zeros over whatever lies behind the result. (Whether that is another gradient, the loss or nothing depends on the memory plan.)
-- `ConvGrad` and `AveragePoolGrad` take no notice of `auto_pad`.
-- `AveragePoolGrad` takes its shape from the graph, the batch too, which it needs fixed; the three-dimensional one does not add up
+  zeros past the end of the result. (Whether that overwrites another gradient, the loss or nothing depends on the memory plan.)
+- `ConvGrad` and `AveragePoolGrad` ignore `auto_pad`.
+- `AveragePoolGrad` takes its shape from the graph, the batch too, which it needs fixed; the three-dimensional one does not sum
   windows that overlap, and mixes up its axes.
-- The gradient of `Where` has the shape of the result: for an operand that was broadcast it is not summed up.
+- The gradient of `Where` has the shape of the result: for a broadcast operand it is not summed.
 - The gradient of `Split` is the joined gradients of those parts that have one: too short when a part is not used.
 """
 
@@ -31,7 +31,7 @@ def repair_training(model: onnx.ModelProto) -> list[str]:
         ("rewrote the gradients of convolutions", _convolution_gradient),
         ("rewrote the gradients of average pooling as transposed convolutions", _pool_gradient),
         ("completed the gradients of Split", _split_gradient),
-        ("summed up the gradients of operands that Where broadcasts", _where_gradient),
+        ("summed the gradients of operands that Where broadcasts", _where_gradient),
     )
     _give_buffers_the_shape_of_their_parameters(model)
     _find_shapes_of_pools(model)
@@ -108,7 +108,7 @@ _SAME_SHAPE = {"BatchNormInternal", "Gelu", "FastGelu", "QuickGelu", "BiasGelu",
 
 @dataclass
 class Rewriter:
-    """What the rewrites ask about a graph, and the constants they add to it."""
+    """The facts about a graph that the rewrites use, and the constants they add to it."""
 
     model: onnx.ModelProto
     constants: list[onnx.TensorProto] = field(default_factory=list)
@@ -156,7 +156,7 @@ def shapes(model: onnx.ModelProto) -> dict[str, Shape]:
 
 
 def automatic_pads(size: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], kind: str) -> list[int]:
-    """What `auto_pad` stands for: the amounts before each axis, then those after."""
+    """The padding that `auto_pad` means: the amounts before each axis, then those after."""
     before, after = [], []
     for length, window, stride, dilation in zip(size, kernel, strides, dilations, strict=True):
         total = max((-(-length // stride) - 1) * stride + (window - 1) * dilation + 1 - length, 0) if kind.startswith("SAME") else 0

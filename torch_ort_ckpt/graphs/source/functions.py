@@ -36,7 +36,7 @@ RESERVED = frozenset({"Model", "Tensor", "add", "nn", "torch", "self"} | set(dir
 
 @dataclass
 class Library:
-    """Collects functions; `text` is what must stand before the code that calls them."""
+    """Collects functions; `text` must precede the code that calls them."""
 
     _names: dict[Callable[..., Any], str] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=lambda: set(RESERVED))
@@ -44,13 +44,13 @@ class Library:
     _aliases: dict[str, str] = field(default_factory=dict)
     _constants: dict[str, str] = field(default_factory=dict)
     _tables: dict[str, str] = field(default_factory=dict)
-    """Constants that name functions, which must stand after them."""
+    """Constants that refer to functions and must come after them."""
     _known: dict[tuple[str, str], str] = field(default_factory=dict)
     _modules: dict[str, str] = field(default_factory=dict)
     _members: dict[str, set[str]] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Imports, then constants, functions and tables, with the blank lines that PEP 8 wants."""
+        """Imports, then constants, functions and tables, with blank lines as in PEP 8."""
         self.use_member("torch", "Tensor")
         self.use_member("torch", "nn")
         self._modules.setdefault("torch", "torch")

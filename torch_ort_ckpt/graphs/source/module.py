@@ -26,7 +26,7 @@ from .functions import Library
 _LITERAL = 64
 """Constants with more elements are buffers of the module instead of text in its source."""
 _AMBIGUOUS = frozenset({"l", "O", "I"})
-"""Names that linters refuse, for they look like digits."""
+"""Names that linters refuse because they look like digits."""
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
 
@@ -122,7 +122,7 @@ class _Plan:
         return "\n".join(lines)
 
     def _access(self, name: str) -> str:
-        """How a method reaches a parameter, in the type that the graph wants."""
+        """How a method accesses a parameter, in the type that the graph expects."""
         if name in self.artifacts.aliases:
             return f"{self._access(self.artifacts.aliases[name])}.to({split_half_suffix(name)[1]})"
         parts = name.split(".")

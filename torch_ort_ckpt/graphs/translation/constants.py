@@ -19,7 +19,7 @@ _DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "qk_mat
 _LONGEST = 60
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 _NOT_FOR_VALUES = {"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}
-"""Names that the code of an fx graph has another use for."""
+"""Names reserved in the code of an fx graph."""
 _IGNORED_ATTRIBUTES = {"__backwardpass", "onnx_opset_version"}
 """Marks that ORT's graph builder leaves on nodes."""
 
@@ -66,7 +66,7 @@ def torch_dtype(number: int) -> torch.dtype:
     """The torch dtype of an ONNX element type number."""
     if number not in TORCH_FROM_ONNX:
         raise UnsupportedError(
-            f"element type {number} has no equal in torch", remedy="String, 4-bit and newer float types are not supported."
+            f"element type {number} has no equivalent in torch", remedy="String, 4-bit and newer float types are not supported."
         )
     return TORCH_FROM_ONNX[number]
 
@@ -80,7 +80,7 @@ def identifier(name: str) -> str:
 
 
 def plain_numbers(tensor: torch.Tensor) -> Any:
-    """As `tolist`, but a float32 is the shortest number that rounds to it: the 0.1 that somebody wrote, not 0.10000000149011612. In
+    """As `tolist`, but a float32 becomes the shortest number that rounds to it: 0.1, not 0.10000000149011612. In
     float32 that is the same, and in double precision it is what the model's author meant."""
     if tensor.dtype != torch.float32:
         return tensor.tolist()

@@ -1,4 +1,4 @@
-"""Nodes of a translated graph that PyTorch has one function for.
+"""Groups of nodes of a translated graph that one PyTorch function replaces.
 
 Exporters write `nn.Linear` on more than two dimensions as Transpose, MatMul and Add. As one function it is a single kernel, forward and
 backward, eager and compiled.
@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def join_linear(module: fx.GraphModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Put `linear` where a bias is added to a product with a transposed weight. `shapes` are those of the arguments, where known."""
+    """Use `linear` where a bias is added to a product with a transposed weight. `shapes` are those of the arguments, where known."""
     for add in module.graph.find_nodes(op="call_function", target=operator.add):
         if (found := _linear_of(add, shapes)) is None:
             continue

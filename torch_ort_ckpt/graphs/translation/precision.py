@@ -23,7 +23,7 @@ from .ops_sequence import concat_from_sequence
 from .ops_shape import cast_like
 
 _KEPT: dict[Callable[..., Any], tuple[int, ...]] = {batch_norm_internal: (3, 4), batch_norm: (3, 4), cast_like: (0, 1)}
-"""Arguments whose type is their own affair: running statistics, one of which is written in place."""
+"""Arguments that keep their own type: running statistics, one of which is written in place."""
 _MAX_HALF = torch.finfo(torch.float16).max
 
 
@@ -98,5 +98,5 @@ def _converted(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _to_half(value: Tensor) -> Tensor:
-    """A finite number stays one: the -1e9 that hides a position from attention would become minus infinity, and a row of them NaN."""
+    """Keep finite numbers finite: the -1e9 of an attention mask would become minus infinity, and a row of them NaN."""
     return torch.where(value.isinf(), value, value.clamp(-_MAX_HALF, _MAX_HALF)).to(torch.float16)

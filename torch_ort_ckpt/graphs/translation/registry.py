@@ -52,11 +52,11 @@ class Op:
     kinds: tuple[Kind, ...]
     rest: Kind
     keywords: frozenset[str] | None
-    """Names of its parameters, `*` and `**` if it takes any; None for torch's own functions, which take what they take."""
+    """Names of its parameters, `*` and `**` if it takes any; None for torch's own functions, which are not checked."""
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """Attributes that need not be passed where a node has just these values."""
+        """Attributes that need not be passed if a node has exactly these values."""
         if self.keywords is None:
             return {}
         parameters = inspect.signature(self.function).parameters.values()
@@ -96,7 +96,7 @@ def register_op(name: str, *, domain: str = "", since: int = 1, takes: Sequence[
 
 
 def find_op(domain: str, name: str, version: int, where: str) -> Op:
-    """The operator as opset `version` of `domain` means it; `where` names the node for the message when there is none."""
+    """The operator as defined by opset `version` of `domain`; `where` names the node in the error if there is none."""
     versions = _OPS.get((domain, name), [])
     place = bisect_right([op.since for op in versions], version)
     if place == 0:

@@ -164,7 +164,7 @@ class GraphBuilder:
         if name not in self.values:
             if self.outer is None:
                 raise CheckpointError(
-                    f"no node, input or initializer gives {name!r}", field=name, remedy="The graph is not in topological order."
+                    f"no node, input or initializer provides {name!r}", field=name, remedy="The graph is not in topological order."
                 )
             value = self.outer.device() if name == _DEVICE else self.outer.value(name)
             if isinstance(value, Host) and value.constant:
@@ -328,7 +328,7 @@ def _unpack_numbers(op: Op, attributes: dict[str, Any]) -> None:
 
 
 def _computed(op: Op, args: list[Any], attributes: Mapping[str, Any], where: str) -> Any:
-    """What the operator makes of constants."""
+    """The operator's result on constants."""
     device = {"device": torch.device("cpu")} if op.takes("device") else {}
     try:
         return op.function(*args, **{**attributes, **device})
@@ -355,7 +355,7 @@ def _same(default: Any, value: Any) -> bool:
 
 
 def _without_unused_outputs(node: onnx.NodeProto, needed: set[str]) -> onnx.NodeProto:
-    """Drop trailing outputs that nobody reads: what a Dropout's mask or a LayerNormalization's mean is to the forward part."""
+    """Drop trailing outputs that are never read, such as a Dropout's mask or a LayerNormalization's mean in the forward part."""
     used = max(place for place, name in enumerate(node.output) if name in needed) + 1
     if used == len(node.output):
         return node
