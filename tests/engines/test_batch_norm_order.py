@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_ort_ckpt as toc
 from tests.official import Official
-from torch_ort_ckpt.graphs.description import batch_norms
+from torch_ort_ckpt.graphs.passes.statistics import batch_norms
 
 pytestmark = pytest.mark.ort
 

@@ -14,7 +14,7 @@ import torch
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 from torch_ort_ckpt.formats.legacy.hdf5 import Tree, read_tree
-from torch_ort_ckpt.storage.files import FileBuffer
+from torch_ort_ckpt.storage.buffers import FileBuffer
 
 from ..truth import Truth, fixtures
 

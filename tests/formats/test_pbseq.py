@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.errors import UnsupportedError
 from torch_ort_ckpt.formats.onnx import protobuf
-from torch_ort_ckpt.storage.files import FileBuffer
+from torch_ort_ckpt.storage.buffers import FileBuffer
 
 from ..strategies import states
 from ..truth import Truth, fixtures

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .properties import WORLD_RANK
 from .state import CheckpointState, Value, alias_name, is_string, same_tensor, split_half_suffix
 

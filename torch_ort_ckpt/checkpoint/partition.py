@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..storage.files import PathLike, as_path
-from ..storage.paths import refuse_url
+from ..storage.paths import PathLike, as_path, refuse_url
 from . import properties as names
 from .state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import CheckpointError
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .names import _identity
 from .state import CheckpointState, Value, did_you_mean, is_string
 

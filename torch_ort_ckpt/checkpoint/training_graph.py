@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .state import CheckpointState
 
 

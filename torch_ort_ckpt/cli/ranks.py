@@ -12,7 +12,7 @@ from ..checkpoint.partition import PartitionPlan, split
 from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError
 from ..formats import detect, format_for, load, merge, module, save
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .output import print_line, progress_bar
 from .writing import contents, escaped, size_of, writing_options
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from ..checkpoint.state import format_bytes
 from ..errors import CheckpointError, MissingDependencyError, MissingFileError
-from ..storage.files import PathLike
-from ..storage.paths import refuse_url
+from ..storage.paths import PathLike, refuse_url
 from .output import console, print_json, print_line, table
 from .writing import escaped
 

@@ -35,8 +35,10 @@ from ..checkpoint.properties import WORLD_RANK
 from ..checkpoint.selection import on_device, selected, usable_device
 from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
-from ..storage.files import PathLike, Progress, as_path, readable, warn
+from ..storage.buffers import readable
+from ..storage.files import Progress, warn
 from ..storage.folders import surviving
+from ..storage.paths import PathLike, as_path
 from .savable import check_savable
 from .soundness import check_loaded
 

@@ -11,7 +11,8 @@ import torch
 from ..checkpoint.names import joined_aliases, same_aliases, split_aliases
 from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string
 from ..errors import UnsupportedError
-from ..storage.files import PathLike, string_array
+from ..storage.files import string_array
+from ..storage.paths import PathLike
 from . import plain
 from .ort import extras
 

@@ -12,7 +12,7 @@ import torch
 
 from ..dtypes import short_name
 from ..errors import UnsupportedError
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 
 _TUPLE, _DICT = "__tuple__", "__dict__"
 _LEVELS = 20

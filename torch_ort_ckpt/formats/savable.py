@@ -12,7 +12,8 @@ import torch
 
 from ..checkpoint.state import CheckpointState, Value, is_string
 from ..errors import UnsupportedError
-from ..storage.files import PathLike, warn
+from ..storage.files import warn
+from ..storage.paths import PathLike
 from .soundness import check_partition, is_shallow, is_whole_number
 
 

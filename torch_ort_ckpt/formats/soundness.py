@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checkpoint.state import CheckpointState, PartitionInfo, Value, is_string, nbytes
 from ..errors import CorruptFileError, UnsupportedError
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .shapes import MAX_GROWTH, element_count, growth_limit
 
 

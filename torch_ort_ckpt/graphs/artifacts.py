@@ -15,8 +15,8 @@ from ..checkpoint.state import CheckpointState, split_half_suffix
 from ..checkpoint.state import OptimizerSpec as OptimizerSpec
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
 from ..formats import detect, exists, load
-from ..storage.files import PathLike, as_path, readable
-from ..storage.paths import refuse_url
+from ..storage.buffers import readable
+from ..storage.paths import PathLike, as_path, refuse_url
 from .artifact_set import current_files
 from .description import (
     ACCUMULATION_BUFFER,
@@ -24,14 +24,13 @@ from .description import (
     LAZY_RESET,
     TensorSpec,
     attributes,
-    chain_statistics,
     describe_ort_file,
     is_random,
     load_model,
     read_order,
-    shares_statistics,
     spec_of,
 )
+from .passes.statistics import chain_statistics, shares_statistics
 
 MODELS = ("training_model", "eval_model", "optimizer_model")
 CHECKPOINTS = ("checkpoint", "initial_checkpoint", "nominal_checkpoint")

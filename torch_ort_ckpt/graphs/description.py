@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from torch import nn
 
 from ..dtypes import TORCH_FROM_ONNX, short_name
 from ..errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
-
-logger = logging.getLogger(__name__)
 
 ACCUMULATION_BUFFER = "_grad.accumulation.buffer"
 ACCUMULATION_OUTPUT = "_grad.accumulation.out"
@@ -66,16 +62,6 @@ class TensorSpec:
     def __str__(self) -> str:
         dtype = short_name(self.dtype) if self.dtype else "sequence"
         return f"{self.name}: {dtype}{list(self.shape) if self.shape is not None else '[...]'}".replace("'", "")
-
-
-@dataclass(frozen=True)
-class BatchNorm:
-    """A BatchNormalization of the training graph: the names of its result and of its running statistics."""
-
-    output: str
-    mean: str
-    variance: str
-    momentum: float
 
 
 def load_model(path: str | os.PathLike[str], *, weights: bool = False) -> onnx.ModelProto:
@@ -206,213 +192,9 @@ def gradient_names(model: onnx.ModelProto) -> dict[str, str]:
     return names
 
 
-def direct_gradients(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The training graph with the gradients themselves as outputs, in place of nodes that add them to buffers.
-
-    PyTorch accumulates gradients, and writing a gradient directly to its destination saves one pass over memory.
-    """
-    gradients = gradient_names(model)
-    shapes = {value.name: value for value in model.graph.input}
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    graph = changed.graph
-    kept = [node for node in graph.node if node.op_type != "InPlaceAccumulatorV2"]
-    outputs = [value for value in graph.output if not value.name.endswith(ACCUMULATION_OUTPUT)]
-    inputs = [value for value in graph.input if not value.name.endswith(ACCUMULATION_BUFFER) and value.name != LAZY_RESET]
-    produced = {name for node in kept for name in node.output}
-    seen = {value.name for value in outputs}
-    for parameter, name in gradients.items():
-        if name not in produced or name in seen:  # a constant, or one value that is the gradient of two parameters
-            name, source = f"{parameter}{ACCUMULATION_OUTPUT}.value", name
-            kept.append(onnx.helper.make_node("Identity", [source], [name]))
-        seen.add(name)
-        output = onnx.ValueInfoProto()
-        output.CopyFrom(shapes[parameter + ACCUMULATION_BUFFER])
-        output.name = name
-        outputs.append(output)
-    for field, values in ((graph.node, kept), (graph.output, outputs), (graph.input, inputs)):
-        del field[:]
-        field.extend(values)
-    return changed
-
-
-def direct_gradient_names(model: onnx.ModelProto) -> dict[str, str]:
-    """Parameter -> output of the graph that `direct_gradients` makes of this model."""
-    produced = {name for node in model.graph.node if node.op_type != "InPlaceAccumulatorV2" for name in node.output}
-    seen = {value.name for value in model.graph.output}
-    names = {}
-    for parameter, name in gradient_names(model).items():
-        names[parameter] = f"{parameter}{ACCUMULATION_OUTPUT}.value" if name not in produced or name in seen else name
-        seen.add(names[parameter])
-    return names
-
-
-def batch_norms(model: onnx.ModelProto) -> list[BatchNorm]:
-    """The BatchNorms whose running statistics the training graph updates, in its order. A layer used twice is there twice."""
-    found = []
-    roots = {value.name: value.name for value in model.graph.input}
-    for node in model.graph.node:
-        if node.op_type == "Identity" and node.input[0] in roots:  # how the second use of a layer comes by its statistics
-            roots[node.output[0]] = roots[node.input[0]]
-        if _trains_statistics(node) and node.input[3] in roots and node.input[4] in roots:
-            mean, variance = roots[node.input[3]], roots[node.input[4]]
-            roots |= dict(zip(node.output[1:3], (mean, variance), strict=False))  # the next use of the layer continues from there
-            found.append(BatchNorm(node.output[0], mean, variance, float(attributes(node).get("momentum", 0.9))))
-    return found
-
-
-def shares_statistics(model: onnx.ModelProto) -> bool:
-    """Whether a BatchNorm is used more than once."""
-    means = [norm.mean for norm in batch_norms(model)]
-    return len(set(means)) < len(means)
-
-
-def chain_statistics(model: onnx.ModelProto, evaluation: onnx.ModelProto | None) -> None:
-    """Let every further use of a BatchNorm continue from the running statistics of the previous use (in place).
-
-    A training graph does not show which use that is: ORT's gradient builder reorders its nodes. It keeps the eval graph
-    in the order in which the module called its layers.
-    """
-    uses: dict[str, list[BatchNorm]] = {}
-    for norm in batch_norms(model):
-        uses.setdefault(norm.mean, []).append(norm)
-    shared = [norms for norms in uses.values() if len(norms) > 1]
-    if not shared:
-        return
-    order = [output for node in (evaluation.graph.node if evaluation is not None else ()) for output in node.output]
-    called = {name: place for place, name in enumerate(order)}
-    known = all(norm.output in called for norms in shared for norm in norms)
-    if not known:
-        names = ", ".join(norms[0].mean for norms in shared)
-        logger.warning("%s: used more than once, in an order that only an eval graph shows; the order of the node names is used", names)
-    for norms in shared:
-        _link(model, sorted(norms, key=lambda norm: [("", called[norm.output])] if known else _by_number(norm.output)))
-    ordered = _topological(model.graph)
-    if len(ordered) < len(model.graph.node):  # the names are misleading: one use computes what an earlier one by name reads
-        for norms in shared:
-            _link(model, norms)
-        ordered = _topological(model.graph)
-    del model.graph.node[:]
-    model.graph.node.extend(ordered)
-
-
-def _link(model: onnx.ModelProto, norms: list[BatchNorm]) -> None:
-    """Let the uses of one BatchNorm update its statistics in this order."""
-    nodes = {node.output[0]: node for node in model.graph.node if node.output}
-    latest = [norms[0].mean, norms[0].variance]
-    for norm in norms:
-        node = nodes[norm.output]
-        node.input[3], node.input[4] = latest
-        while len(node.output) < 3:
-            node.output.append("")
-        for place in (1, 2):
-            node.output[place] = node.output[place] or f"{norm.output}.statistics{place}"
-        latest = list(node.output[1:3])
-
-
-def _by_number(name: str) -> list[tuple[str, int]]:
-    """Exporters call the uses of `/block/bn` `/block/bn`, `/block/bn_1`, ..., `/block/bn_10`, or number the values."""
-    parts = (part.rpartition("_") for part in name.split("/"))
-    return [(stem, int(end)) if mark and end.isdigit() else (stem + mark + end, -1) for stem, mark, end in parts]
-
-
-def _topological(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes with each after those it reads from, otherwise in their order. Nodes in a cycle are dropped."""
-    producers = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
-    waiting = [0] * len(graph.node)
-    readers: list[list[int]] = [[] for _ in graph.node]
-    for place, node in enumerate(graph.node):
-        for source in {producers[name] for name in reads(node) if name in producers}:
-            waiting[place] += 1
-            readers[source].append(place)
-    ready = [place for place, count in enumerate(waiting) if not count]
-    ordered = []
-    while ready:
-        place = heapq.heappop(ready)
-        ordered.append(graph.node[place])
-        for reader in readers[place]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, reader)
-    return ordered
-
-
-def reads(node: onnx.NodeProto) -> Iterable[str]:
-    """What a node reads, the bodies of If and Loop too."""
-    yield from node.input
-    for item in node.attribute:
-        for body in [item.g] if item.type == onnx.AttributeProto.GRAPH else item.graphs:
-            for inner in all_nodes(body):
-                yield from inner.input
-
-
-def _trains_statistics(node: onnx.NodeProto) -> bool:
-    return node.op_type == "BatchNormInternal" or (node.op_type == "BatchNormalization" and bool(attributes(node).get("training_mode")))
-
-
-def unbias_statistics(model: onnx.ModelProto) -> dict[str, str]:
-    """Let the graph compute BatchNorm's running variance as PyTorch does (in place); ORT's CPU kernel uses the biased one.
-
-    With the momentum m and n values per channel, `m*old + (new - m*old) * n/(n-1)`. The kernel overwrites its input, so it gets a copy.
-    Returns the outputs that hold the result, by the variances' names.
-    """
-    graph = model.graph
-    types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
-    norms = {norm.output: norm for norm in batch_norms(model)}
-    latest: dict[str, str] = {}
-    nodes = []
-    for node in graph.node:
-        norm = norms.get(node.output[0])
-        if norm is None or len(node.output) < 3 or not node.output[2]:
-            nodes.append(node)
-            continue
-        source, variance = node.input[0], norm.variance
-        old = latest.get(variance, variance)
-        prefix = f"{node.output[0]}.unbiased"
-        momentum, channels, one = f"{prefix}.momentum", f"{prefix}.channels", f"{prefix}.one"
-        (size,) = (dim.dim_value for value in graph.input if value.name == variance for dim in value.type.tensor_type.shape.dim)
-        kind, double = types[variance], onnx.TensorProto.DOUBLE
-        graph.initializer.extend(
-            [
-                onnx.helper.make_tensor(momentum, kind, [], [norm.momentum]),
-                onnx.helper.make_tensor(channels, double, [], [float(size)]),
-                onnx.helper.make_tensor(one, double, [], [1.0]),
-            ]
-        )
-
-        def add(kind: str, *inputs: str, prefix: str = prefix, **settings: Any) -> str:
-            output = f"{prefix}.{len(nodes)}"
-            nodes.append(onnx.helper.make_node(kind, inputs, [output], **settings))
-            return output
-
-        node.input[4] = add("Abs", old)  # a copy that no optimization removes; a variance is never negative
-        nodes.append(node)
-        count = add("Div", add("Cast", add("Size", source), to=double), channels)
-        factor = add("Cast", add("Div", count, add("Max", add("Sub", count, one), one)), to=kind)
-        kept = add("Mul", old, momentum)
-        latest[variance] = add("Add", kept, add("Mul", add("Sub", node.output[2], kept), factor))
-    del graph.node[:]
-    graph.node.extend(nodes)
-    graph.output.extend(onnx.helper.make_tensor_value_info(output, types[name], None) for name, output in latest.items())
-    return latest
-
-
 def is_random(model: onnx.ModelProto) -> bool:
     """Whether running the graph draws random numbers."""
     return any(node.op_type in RANDOM_OPS for node in all_nodes(model.graph))
-
-
-def fix_dimensions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
-    """The graph with symbolic dimensions replaced by sizes, in its inner values too: AveragePoolGrad takes its shape from there."""
-    if not sizes:
-        return model
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    for value in [*changed.graph.input, *changed.graph.output, *changed.graph.value_info]:
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in sizes:
-                dim.dim_value = sizes[dim.dim_param]
-    return changed
 
 
 def model_bytes(model: onnx.ModelProto, path: Path | None) -> bytes:

@@ -24,15 +24,16 @@ from ..checkpoint.state import CheckpointState
 from ..dtypes import ALIASABLE
 from ..errors import CheckpointError, UnsupportedError
 from ..formats import save
-from ..storage.files import PathLike, as_path
+from ..storage.paths import PathLike, as_path
 from .artifact_set import pending_set, refuse_existing
 from .artifacts import MODELS, Artifacts, OptimizerSpec
-from .description import chain_statistics, load_model, write_order
+from .description import load_model, write_order
 from .gradients.dynamic_check import BATCH_NORMS, check_dynamic, refuse_fixed
 from .gradients.ort_builder import build_gradients
 from .limits import refuse_control_flow, refuse_frozen_recurrent
 from .optimizer import optimizer_model, optimizer_spec
 from .passes.forward import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs, stop_padding_gradients
+from .passes.statistics import chain_statistics
 from .passes.training import repair_training
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

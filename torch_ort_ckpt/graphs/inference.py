@@ -12,7 +12,8 @@ from ..checkpoint.state import nbytes
 from ..dtypes import ONNX_FROM_TORCH
 from ..errors import CheckpointError, MissingFileError, UnsupportedError
 from ..formats.onnx.checkpoint import write_model
-from ..storage.files import PathLike, as_path, tensor_bytes
+from ..storage.files import tensor_bytes
+from ..storage.paths import PathLike, as_path
 from .artifacts import Artifacts
 from .description import all_nodes
 from .passes.forward import cap_ir_version, typed_values

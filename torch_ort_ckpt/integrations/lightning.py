@@ -28,8 +28,9 @@ from ..errors import CheckpointError, CorruptFileError, MissingDependencyError, 
 from ..formats import save
 from ..formats.safetensors.checkpoint import files
 from ..formats.torch.checkpoint import parameter_names
-from ..storage.files import as_path, readable, warn
-from ..storage.paths import refuse_url
+from ..storage.buffers import readable
+from ..storage.files import warn
+from ..storage.paths import as_path, refuse_url
 from ..training import tree
 from ..training.directory import pending_folder, recover, remove
 from ..training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree

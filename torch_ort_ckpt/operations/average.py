@@ -12,7 +12,8 @@ from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string
 from ..errors import CheckpointError
 from ..formats import load
 from ..formats.legacy.moments import own_step
-from ..storage.files import PathLike, Progress, as_path, warn
+from ..storage.files import Progress, warn
+from ..storage.paths import PathLike, as_path
 
 _CHUNK = 1 << 22  # elements: 32 MiB of float64
 _LISTED = 50

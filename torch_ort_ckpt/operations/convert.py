@@ -15,8 +15,9 @@ from ..checkpoint.names import NameMap
 from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, nbytes, same_ends, same_tensor
 from ..errors import CheckpointError
 from ..formats import format_for, load, save
-from ..storage.files import FileBuffer, PathLike, Progress, ReadBack, as_path
-from ..storage.paths import refuse_url
+from ..storage.buffers import FileBuffer
+from ..storage.files import Progress, ReadBack
+from ..storage.paths import PathLike, as_path, refuse_url
 
 _RELEASE_EVERY = 64 << 20
 

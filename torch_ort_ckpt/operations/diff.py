@@ -15,7 +15,8 @@ from ..checkpoint.state import CheckpointState, Value, is_string, nbytes, same_n
 from ..dtypes import short_name
 from ..errors import CheckpointError, printable
 from ..formats import load
-from ..storage.files import PathLike, Progress
+from ..storage.files import Progress
+from ..storage.paths import PathLike
 
 _CHUNK = 1 << 22
 

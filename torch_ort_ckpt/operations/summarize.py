@@ -11,7 +11,8 @@ import torch
 from ..checkpoint.state import CheckpointState, Value, is_string, nbytes
 from ..dtypes import short_name
 from ..formats import detect, load, read_by
-from ..storage.files import PathLike, Progress
+from ..storage.files import Progress
+from ..storage.paths import PathLike
 
 _CHUNK = 1 << 22
 

@@ -9,7 +9,9 @@ import torch
 from ..checkpoint.state import CheckpointState, Value, is_string
 from ..errors import CheckpointError, printable
 from ..formats import detect, load, module
-from ..storage.files import PathLike, Progress, as_path, readable
+from ..storage.buffers import readable
+from ..storage.files import Progress
+from ..storage.paths import PathLike, as_path
 
 _CHUNK = 1 << 22
 

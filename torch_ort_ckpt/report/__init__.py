@@ -12,7 +12,8 @@ from importlib import resources
 from typing import Any
 
 from ..errors import CheckpointError
-from ..storage.files import PathLike, as_path, atomic_write
+from ..storage.files import atomic_write
+from ..storage.paths import PathLike, as_path
 from .comparison import comparison
 from .inspection import inspection
 

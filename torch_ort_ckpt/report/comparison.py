@@ -11,7 +11,7 @@ import torch
 from ..checkpoint.state import is_string, nbytes
 from ..formats import load
 from ..operations.diff import Difference, DiffReport, diff
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .histogram import CHUNK, histogram_of_difference
 
 _EQUAL = Difference("", "equal", 0, None, 0.0, 0.0, 0.0)

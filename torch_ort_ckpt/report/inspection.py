@@ -10,7 +10,8 @@ from ..checkpoint.state import CheckpointState, Value, format_bytes, is_string, 
 from ..dtypes import short_name
 from ..formats import detect, load, read_by
 from ..operations.summarize import Statistics, measure
-from ..storage.files import PathLike, Progress
+from ..storage.files import Progress
+from ..storage.paths import PathLike
 from .histogram import histogram
 
 

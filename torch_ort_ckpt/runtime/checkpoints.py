@@ -10,7 +10,8 @@ import torch
 
 from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, UnsupportedError
-from ..storage.files import PathLike, warn
+from ..storage.files import warn
+from ..storage.paths import PathLike
 
 if TYPE_CHECKING:
     from .module import OrtModule

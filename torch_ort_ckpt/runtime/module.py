@@ -20,10 +20,11 @@ from ..engines import Engine, EngineOptions, OverwritingEngine, make, usable_dev
 from ..engines.ort.memory import side_by_side
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs.artifacts import Artifacts
-from ..graphs.description import BatchNorm, batch_norms
 from ..graphs.inference import export_inference
+from ..graphs.passes.statistics import BatchNorm, batch_norms
 from ..pytorch_private import foreach_add_, is_fsdp
-from ..storage.files import PathLike, warn
+from ..storage.files import warn
+from ..storage.paths import PathLike
 from . import checkpoints
 from .delivery import Loop, through_computed
 from .inputs import ShapeCheck, ordered_inputs

@@ -11,7 +11,7 @@ import torch
 from ..checkpoint.state import CheckpointState, alias_agrees, alias_name, split_half_suffix
 from ..errors import CheckpointError
 from ..graphs.artifacts import Artifacts
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .checkpoints import check_fit
 from .module import OrtModule
 from .optimizer import OrtOptimizer

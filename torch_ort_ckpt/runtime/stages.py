@@ -15,7 +15,7 @@ from ..checkpoint.state import CheckpointState, is_string
 from ..errors import MissingFileError, UnsupportedError
 from ..graphs.artifacts import Artifacts
 from ..graphs.translation.translate import Translation, slice_graph, translate
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 from .scopes import Scope, compute_values, lookup, place, set_own_attribute
 
 

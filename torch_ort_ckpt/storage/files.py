@@ -15,134 +15,20 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, CheckpointWarning, CorruptFileError, MissingFileError, printable
-from .paths import refuse_url
+from ..errors import CheckpointError, CheckpointWarning, MissingFileError, printable
+from .paths import PathLike, as_path
 from .tensors import byte_view, same_bytes
-
-PathLike: TypeAlias = str | os.PathLike[str]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just written."""
 
 ALIGNMENT = 64
 """Where tensor data starts in files we write: a cache line, and enough for every element type."""
-
-
-def as_path(path: Any) -> Path:
-    """A path given by the user, as `Path`. Anything else (bytes, a number, an open file) is refused here, not by the operating system,
-    which would treat a number as a file descriptor."""
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str):
-        kind = f"{type(path).__name__}{' of bytes' if text is not None else ''}"
-        remedy = "Pass the name of a file or folder."
-        if isinstance(path, bytes) or text is not None:
-            remedy = "Decode it with os.fsdecode()."
-        elif hasattr(path, "read"):
-            remedy = "Pass the name of the file; data in memory must be written to a file first."
-        raise CheckpointError(f"expected a path (text or os.PathLike), not {kind}", remedy=remedy)
-    if "\0" in text:
-        raise CheckpointError("a path with a zero character in it", path=text, remedy="Check where the path comes from.")
-    refuse_url(path)
-    return Path(text)
-
-
-class FileBuffer:
-    """One file's bytes, mapped copy-on-write (`mmap=True`) or read at once.
-
-    A mapped file is read on first access, writes to a tensor never reach the file, and the mapping survives a rename or delete.
-    """
-
-    def __init__(self, path: PathLike, *, mmap: bool = True) -> None:
-        self.path = os.fspath(path)
-        if sys.byteorder != "little":
-            raise CheckpointError("checkpoints are little-endian and this machine is not", path=self.path)
-        with open_file(self.path) as file:
-            self._origin = os.fstat(file.fileno())
-            self.size = self._origin.st_size
-            self._map: _mmap.mmap | None = None
-            self.data: Any = bytearray()
-            if mmap and self.size:
-                with contextlib.suppress(OSError, ValueError):  # some network file systems don't support mmap: read instead
-                    self._map = self.data = _mmap.mmap(file.fileno(), self.size, access=_mmap.ACCESS_COPY)
-            if self._map is None:
-                self.data = _read_all(file, self.size, self.path)
-                self.size = len(self.data)
-
-    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], count: int) -> torch.Tensor:
-        """A tensor over the bytes at `offset`; the caller has checked the range. Misaligned data is copied."""
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        if offset % dtype.itemsize:
-            source = torch.frombuffer(self.data, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
-            return source.clone().view(dtype).reshape(shape)
-        flat = torch.frombuffer(self.data, dtype=dtype, count=count, offset=offset)
-        return flat if len(shape) == 1 else flat.reshape(shape)
-
-    def replaced(self) -> bool:
-        """Whether the file at the path was replaced or modified since it was opened here."""
-        try:
-            now = os.stat(self.path)
-        except OSError:
-            return True
-        return any(getattr(now, key) != getattr(self._origin, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
-
-    def release(self) -> None:
-        """Let the kernel drop the pages read so far. Only for mappings that were never written to: changes would be lost."""
-        if self._map is not None and hasattr(_mmap, "MADV_DONTNEED"):
-            self._map.madvise(_mmap.MADV_DONTNEED)
-
-
-def open_file(path: str) -> BinaryIO:
-    """Open for reading, with our errors; refuses what is not a regular file (a FIFO would hang)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingFileError("no such file", path=path) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
-        ) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
-    return os.fdopen(descriptor, "rb", buffering=0)
-
-
-@contextlib.contextmanager
-def readable(path: Any) -> Iterator[None]:
-    """The system's error for a file or folder that can't be accessed, as our error type."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"can't be read ({error.strerror or error})",
-            path=error.filename if isinstance(error.filename, str) else path,
-            remedy="Check the path and its permissions.",
-        ) from error
-
-
-def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
-    try:
-        data = bytearray(size)
-    except MemoryError as error:
-        raise CheckpointError(f"{size} bytes do not fit in memory", path=path, remedy="Load it with mmap=True.") from error
-    view, done = memoryview(data), 0
-    try:
-        while done < size:
-            got = file.readinto(view[done:])  # type: ignore[attr-defined]
-            if not got:
-                raise CorruptFileError(f"ended at {done} of {size} bytes while being read", path=path)
-            done += got
-    except OSError as error:
-        raise CheckpointError(f"can't be read ({error.strerror})", path=path, remedy="Check the medium, and read it again.") from error
-    return data
 
 
 class OutputFile(io.RawIOBase):

@@ -17,8 +17,9 @@ from typing import TypeVar
 import torch
 
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
-from .files import PathLike, PendingFile, directory_lock, fsync_directory, remove_abandoned, save_error, unsynced_error, warn
+from .files import PendingFile, directory_lock, fsync_directory, remove_abandoned, save_error, unsynced_error, warn
 from .hashing import Hasher, file_hash
+from .paths import PathLike
 
 IDENTITY_LENGTH = 32
 T = TypeVar("T")

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
-from .files import PathLike, as_path, create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
+from .files import create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
 from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
+from .paths import PathLike, as_path
 
 
 class PendingFolder:

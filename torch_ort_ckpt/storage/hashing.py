@@ -8,7 +8,8 @@ import torch
 import xxhash
 
 from ..errors import CheckpointError
-from .files import PathLike, open_file
+from .buffers import open_file
+from .paths import PathLike
 from .tensors import byte_view
 
 _CHUNK = 1 << 20

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from ..errors import UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # a scheme has at least two letters: a single one is a Windows drive
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")  # pathlib collapses two slashes into one
@@ -27,3 +28,24 @@ def refuse_url(path: Any, field: str | None = None) -> None:
             field=field,
             remedy="Copy the files to a local or mounted folder. If it is the name of a local folder, give its absolute path.",
         )
+
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+def as_path(path: Any) -> Path:
+    """A path given by the user, as `Path`. Anything else (bytes, a number, an open file) is refused here, not by the operating system,
+    which would treat a number as a file descriptor."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        kind = f"{type(path).__name__}{' of bytes' if text is not None else ''}"
+        remedy = "Pass the name of a file or folder."
+        if isinstance(path, bytes) or text is not None:
+            remedy = "Decode it with os.fsdecode()."
+        elif hasattr(path, "read"):
+            remedy = "Pass the name of the file; data in memory must be written to a file first."
+        raise CheckpointError(f"expected a path (text or os.PathLike), not {kind}", remedy=remedy)
+    if "\0" in text:
+        raise CheckpointError("a path with a zero character in it", path=text, remedy="Check where the path comes from.")
+    refuse_url(path)
+    return Path(text)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..storage.files import PathLike, as_path
-from ..storage.paths import refuse_url
+from ..storage.paths import PathLike, as_path, refuse_url
 from .schedule import LearningRate
 
 

@@ -31,7 +31,8 @@ from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
 from ..formats import load, save
 from ..formats.safetensors.file import read_file, write_file
-from ..storage.files import FileBuffer, atomic_write, fsync_directory, open_file
+from ..storage.buffers import FileBuffer, open_file
+from ..storage.files import atomic_write, fsync_directory
 from ..storage.hashing import bytes_hash, file_hash
 from . import tree
 

@@ -22,7 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..storage.files import PathLike, as_path, save_error, warn
+from ..storage.files import save_error, warn
+from ..storage.paths import PathLike, as_path
 from . import directory as entries
 from .capture import Captured, Training, capture, restore
 from .distributed import Ranks, world_size

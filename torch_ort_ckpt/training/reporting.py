@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from ..errors import MissingDependencyError
-from ..storage.files import PathLike, atomic_write, save_error
+from ..storage.files import atomic_write, save_error
+from ..storage.paths import PathLike
 from .distributed import rank
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ..checkpoint.state import CheckpointState
 from ..errors import CorruptFileError, UnsupportedError
-from ..storage.files import PathLike
+from ..storage.paths import PathLike
 
 _PLAIN = (bool, int, float, str)
 

@@ -16,20 +16,12 @@ import torch
 
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs.artifacts import Artifacts
-from ...graphs.description import (
-    ACCUMULATION_BUFFER,
-    ACCUMULATION_OUTPUT,
-    LAZY_RESET,
-    TensorSpec,
-    all_nodes,
-    direct_gradient_names,
-    direct_gradients,
-    fix_dimensions,
-    model_bytes,
-    unbias_statistics,
-)
+from ...graphs.description import ACCUMULATION_BUFFER, ACCUMULATION_OUTPUT, LAZY_RESET, TensorSpec, all_nodes, model_bytes
 from ...graphs.limits import refuse_wrong
 from ...graphs.onnxruntime_package import import_onnxruntime
+from ...graphs.passes.dimensions import fix_dimensions
+from ...graphs.passes.direct_gradients import direct_gradient_names, direct_gradients
+from ...graphs.passes.statistics import unbias_statistics
 from ...graphs.passes.training import repair_training
 from ...pytorch_private import keeps_graph
 from ...storage.files import warn

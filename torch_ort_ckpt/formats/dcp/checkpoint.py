@@ -23,7 +23,8 @@ from ...checkpoint.names import split_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, Value, nbytes
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
 from ...storage import folders
-from ...storage.files import FileBuffer, Progress, save_error, warn
+from ...storage.buffers import FileBuffer
+from ...storage.files import Progress, save_error, warn
 from ...storage.folders import atomic_folder
 from ..notes import describe, rebuild
 from ..ort.extras import dump_json

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
-from ...storage.files import FileBuffer
+from ...storage.buffers import FileBuffer
 from ..shapes import element_count
 from ..torch import pickled
 from ..torch.objects import DTYPES

@@ -16,7 +16,8 @@ import torch
 
 from ...checkpoint.state import Value
 from ...errors import CorruptFileError, UnsupportedError
-from ...storage.files import FileBuffer, string_array
+from ...storage.buffers import FileBuffer
+from ...storage.files import string_array
 from ..shapes import element_count
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"

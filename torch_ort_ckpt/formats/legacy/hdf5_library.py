@@ -9,7 +9,9 @@ import torch
 
 from ...checkpoint.state import Value
 from ...errors import CorruptFileError, MissingDependencyError, UnsupportedError
-from ...storage.files import FileBuffer, PathLike, string_array
+from ...storage.buffers import FileBuffer
+from ...storage.files import string_array
+from ...storage.paths import PathLike
 from .hdf5 import MAX_DEPTH, REPACK, Claims, Tree
 
 

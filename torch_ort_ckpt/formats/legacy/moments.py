@@ -21,7 +21,7 @@ from ...checkpoint.names import same_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, Value, alias_name, is_string, same_number
 from ...dtypes import HALF_SUFFIXES
 from ...errors import CorruptFileError, UnsupportedError
-from ...storage.files import PathLike
+from ...storage.paths import PathLike
 from .. import plain
 from ..ort.extras import checked_properties, dump_json, partition_from_json
 

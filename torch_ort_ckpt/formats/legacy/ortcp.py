@@ -20,8 +20,9 @@ from ...checkpoint import properties as names
 from ...checkpoint.names import same_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string, nbytes, split_half_suffix
 from ...errors import CorruptFileError, UnsupportedError
+from ...storage.buffers import FileBuffer
 from ...storage.deferred import DeferredErrors
-from ...storage.files import FileBuffer, Progress, atomic_write
+from ...storage.files import Progress, atomic_write
 from ..soundness import is_unicode
 from . import moments
 from .hdf5 import SIGNATURE, Tree, read_tree

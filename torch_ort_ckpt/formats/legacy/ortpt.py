@@ -17,7 +17,8 @@ import torch
 from ...checkpoint import properties as names
 from ...checkpoint.state import CheckpointState, PartitionInfo, Value
 from ...errors import CheckpointError, CorruptFileError
-from ...storage.files import FileBuffer, warn
+from ...storage.buffers import FileBuffer
+from ...storage.files import warn
 from ..torch import archive as torch_archive
 from . import moments
 from .runner import from_flat

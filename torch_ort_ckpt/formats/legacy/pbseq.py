@@ -15,7 +15,8 @@ from typing import Any
 from ...checkpoint.names import joined_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
-from ...storage.files import FileBuffer, Progress
+from ...storage.buffers import FileBuffer
+from ...storage.files import Progress
 from ...storage.folders import atomic_folder
 from ...storage.folders import repair as repair
 from ..onnx import protobuf

@@ -14,7 +14,8 @@ from ...checkpoint import properties as names
 from ...checkpoint.names import joined_aliases, split_aliases
 from ...checkpoint.state import CheckpointState, Value, is_string, nbytes
 from ...errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
-from ...storage.files import FileBuffer, Progress, write_tensor
+from ...storage.buffers import FileBuffer
+from ...storage.files import Progress, write_tensor
 from ...storage.folders import atomic_folder
 from ...storage.folders import repair as repair
 from ..onnx import protobuf

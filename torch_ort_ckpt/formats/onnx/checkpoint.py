@@ -19,9 +19,11 @@ from ...checkpoint.names import joined_aliases, split_aliases
 from ...checkpoint.state import CheckpointState, Value, is_string, nbytes
 from ...dtypes import ONNX_FROM_TORCH, STRING
 from ...errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
-from ...storage.files import FileBuffer, PathLike, Progress, directory_lock, padding, pending_file, tensor_bytes, warn, write_tensor
+from ...storage.buffers import FileBuffer
+from ...storage.files import Progress, directory_lock, padding, pending_file, tensor_bytes, warn, write_tensor
 from ...storage.filesets import IDENTITY_LENGTH
 from ...storage.hashing import Hasher, file_hash
+from ...storage.paths import PathLike
 from ..notes import lost_with_weights_alone
 from ..shapes import growth_limit
 from ..soundness import encode_string

@@ -17,7 +17,9 @@ import torch
 from ...checkpoint.state import Value, is_string, nbytes
 from ...dtypes import ONNX_FROM_TORCH, STRING, TORCH_FROM_ONNX, short_name
 from ...errors import CorruptFileError, UnsupportedError
-from ...storage.files import FileBuffer, PathLike, Progress, string_array, write_tensor
+from ...storage.buffers import FileBuffer
+from ...storage.files import Progress, string_array, write_tensor
+from ...storage.paths import PathLike
 from ..ort.extras import to_float32
 from ..shapes import element_count
 from ..soundness import encode_string

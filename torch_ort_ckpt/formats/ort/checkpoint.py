@@ -19,7 +19,8 @@ from ...checkpoint.names import joined_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, nbytes
 from ...dtypes import ONNX_FROM_TORCH, STRING, TORCH_FROM_ONNX, short_name
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
-from ...storage.files import FileBuffer, Progress, directory_lock, padding, pending_file, string_array, write_tensor
+from ...storage.buffers import FileBuffer
+from ...storage.files import Progress, directory_lock, padding, pending_file, string_array, write_tensor
 from ...storage.filesets import Fingerprint, commit
 from ..savable import warn_of_nominal
 from ..shapes import element_count

@@ -23,7 +23,7 @@ from typing import Any
 from ...checkpoint.names import joined_aliases, same_aliases, split_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, PartitionInfo, alias_name, is_string, same_number, split_half_suffix
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
-from ...storage.files import PathLike
+from ...storage.paths import PathLike
 from ...storage.tensors import byte_view
 from .. import plain
 from ..soundness import check_partition, is_shallow

@@ -16,7 +16,8 @@ import torch
 
 from ...checkpoint.state import CheckpointState, OptimizerGroup, is_string
 from ...errors import CheckpointError, UnsupportedError
-from ...storage.files import PathLike, warn
+from ...storage.files import warn
+from ...storage.paths import PathLike
 from ..plain import decode_number, encode_number
 
 ORT_GROUP = "group0"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...storage import filesets as fileset
-from ...storage.files import FileBuffer, PathLike, directory_lock
+from ...storage.buffers import FileBuffer
+from ...storage.files import directory_lock
+from ...storage.paths import PathLike
 
 _MAGIC = b"TOCPAIR1"
 _SIZE = 64

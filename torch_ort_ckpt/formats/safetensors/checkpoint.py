@@ -26,7 +26,8 @@ import torch
 from ...checkpoint.names import split_aliases
 from ...checkpoint.state import CheckpointState, nbytes
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
-from ...storage.files import FileBuffer, PendingFile, Progress, directory_lock, pending_file, save_error
+from ...storage.buffers import FileBuffer
+from ...storage.files import PendingFile, Progress, directory_lock, pending_file, save_error
 from ...storage.filesets import Fingerprint, commit, locate
 from ...storage.filesets import repair as repair_part
 from ..notes import describe, rebuild

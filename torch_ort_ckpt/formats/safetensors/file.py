@@ -17,8 +17,10 @@ import torch
 from ...checkpoint.state import nbytes
 from ...dtypes import short_name
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
-from ...storage.files import ALIGNMENT, FileBuffer, PathLike, Progress, padding, write_tensor
+from ...storage.buffers import FileBuffer
+from ...storage.files import ALIGNMENT, Progress, padding, write_tensor
 from ...storage.filesets import IDENTITY_LENGTH, Fingerprint
+from ...storage.paths import PathLike
 from ..shapes import element_count
 
 DTYPES = {

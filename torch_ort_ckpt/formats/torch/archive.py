@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import CorruptFileError, UnsupportedError
-from ...storage.files import FileBuffer
+from ...storage.buffers import FileBuffer
 from . import pickled
 from .objects import KNOWN, Objects, storage_identity
 

@@ -19,8 +19,10 @@ from ...checkpoint.bridge import TO_ORT_MOMENTS, group_from_torch
 from ...checkpoint.names import plain_name, split_aliases
 from ...checkpoint.state import CheckpointState
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
+from ...storage.buffers import FileBuffer
 from ...storage.deferred import DeferredErrors
-from ...storage.files import FileBuffer, PathLike, Progress, atomic_write, warn
+from ...storage.files import Progress, atomic_write, warn
+from ...storage.paths import PathLike
 from ..legacy.ortpt import MARKS
 from ..notes import describe, lost_with_weights_alone, rebuild
 from ..shapes import MAX_TIES

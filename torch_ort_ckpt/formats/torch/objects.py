@@ -11,7 +11,7 @@ import torch
 
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
 from ...pytorch_private import negative_view
-from ...storage.files import PathLike
+from ...storage.paths import PathLike
 from ..shapes import element_count
 from .pickled import Call, Known, Name, Pairs, PickleError, Reference, UnknownNameError
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...storage.files import PathLike
+from ...storage.paths import PathLike
 from ..description import all_nodes, is_random
 from ..limits import refuse_wrong
 

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from ...checkpoint.state import Value, split_half_suffix
 from ...errors import CheckpointError, MissingFileError
-from ...storage.files import PathLike, atomic_write
-from ...storage.paths import refuse_url
+from ...storage.files import atomic_write
+from ...storage.paths import PathLike, refuse_url
 from ..artifacts import Artifacts
 from ..translation import Translation, translate
 from ..translation.constants import plain_numbers
