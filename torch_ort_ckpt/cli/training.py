@@ -26,11 +26,11 @@ SAVED = "run.json"
 
 
 def add_all(subparsers: Any) -> None:
-    train = subparsers.add_parser("train", help="Train artifacts as a configuration file says.", description=run_train.__doc__)
+    train = subparsers.add_parser("train", help="Train artifacts according to a configuration file.", description=run_train.__doc__)
     train.add_argument("config", help="YAML or JSON file")
     train.add_argument("--steps", type=int, metavar="N", help="instead of runner.num_train_steps")
     train.set_defaults(run=run_train)
-    resume = subparsers.add_parser("resume", help="Go on with a run from its newest checkpoint.", description=run_resume.__doc__)
+    resume = subparsers.add_parser("resume", help="Resume a run from its newest checkpoint.", description=run_resume.__doc__)
     resume.add_argument("directory", help="the run's checkpoints_dir")
     resume.add_argument("--steps", type=int, metavar="N", help="train to this step instead of the configured one")
     resume.set_defaults(run=run_resume)
@@ -108,7 +108,7 @@ def run_checkpoints(options: argparse.Namespace) -> int:
 
 
 def train(content: Mapping[str, Any], folder: Path, steps: int | None = None) -> int:
-    """Run a configuration; relative paths in it are meant from `folder`, which is also searched for the data function."""
+    """Run a configuration; relative paths in it are relative to `folder`, which is also searched for the data function."""
     from ..runtime.module import OrtModule
     from ..runtime.optimizer import OrtOptimizer
     from ..training import distributed

@@ -1,4 +1,4 @@
-"""What the commands that write share: their options, and how they say what they did."""
+"""Shared by the commands that write: their options, and how they report the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def command(subparsers: Any, name: str, run: Any, summary: str, **more: Any) -> 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
-    parser.add_argument("--no-fsync", action="store_true", help="do not wait for the medium: faster, not safe against power loss")
+    parser.add_argument("--no-fsync", action="store_true", help="do not wait for the disk: faster, not safe against power loss")
     parser.add_argument(
         "--external-data", action=argparse.BooleanOptionalAction, default=None, help="ort: tensor data in DST.data (default: by size)"
     )
