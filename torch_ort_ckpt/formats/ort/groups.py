@@ -68,7 +68,7 @@ def prepare(state: CheckpointState, path: PathLike, policy: str) -> tuple[Checkp
 
 
 def restore(state: CheckpointState, name: str, note: dict[str, Any], fresh: bool) -> None:
-    """Undo `prepare` for one group (in place); what was filled or counted per weight is only valid while `fresh` (not trained by ORT since)."""
+    """Undo `prepare` for one group (in place); what was filled or counted per weight is valid only while `fresh`."""
     group = state.optimizer[name]
     if fresh:
         for param, moments in dict(note.get("filled") or {}).items():
