@@ -180,7 +180,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
 
 def _must_exist(path: str) -> None:
-    """A file that is not there is a mistake in the command; one that can't be read is an answer."""
+    """A missing file is an error of the command; an unreadable one is a result."""
     try:
         detect(path)
     except MissingFileError:

@@ -35,7 +35,7 @@ class Row:
 
 
 def demo(folder: Path, overwrite: bool = False) -> Iterator[Row]:
-    """Run the tour, a row for each stage. Everything stays in `folder` to be looked at."""
+    """Run the demo; returns a row for each stage. All files are kept in `folder`."""
     if not overwrite and (found := [name for name in RESULTS if (folder / name).exists()]):
         raise CheckpointError(
             f"holds {', '.join(found)} already", path=folder, remedy="Pass --overwrite to replace the files, or choose another folder."

@@ -1,6 +1,6 @@
 """What works on this machine, what does not, and the command that changes it: the function behind `torch-ort-ckpt doctor`.
 
-Nothing is concluded from version numbers where it can be tried: formats write and read a small state, engines run a graph. ONNX Runtime
+Features are tried rather than inferred from version numbers: formats write and read a small state, engines run a graph. ONNX Runtime
 is tried in a process of its own, since a damaged installation can crash the process.
 """
 
@@ -38,7 +38,7 @@ _OPTIONAL = {
     "lightning": "lightning",
     "tensorboard": "tensorboard",
 }
-"""Package -> the extra that brings it."""
+"""Package -> the extra that installs it."""
 
 _PACKAGE = "onnxruntime-training-cpu==1.19.2"
 _LAST_CPU, _LAST_CUDA = (3, 12), (3, 11)
@@ -64,7 +64,7 @@ def examine() -> list[Check]:
 
 
 def onnxruntime_package(found: dict[str, str]) -> Check:
-    """Which distributions (with their versions) bring the package `onnxruntime`. Two overwrite each other's files: neither is whole."""
+    """Which distributions (with their versions) provide the package `onnxruntime`. Two overwrite each other's files: neither is intact."""
     if not found:
         return Check("packages", "onnxruntime", ABSENT, "for engine ort and for exporting artifacts", _install_ort())
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -109,7 +109,7 @@ if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
 import onnxruntime.training.api
 tell(trains=True)
 """
-"""Tells each fact as soon as it is known; what ends it early is the last line of standard error."""
+"""Prints each fact as soon as it is known; if it fails, the reason is the last line of standard error."""
 
 
 def _try_onnxruntime() -> dict[str, Any] | None:
@@ -132,7 +132,7 @@ def _try_onnxruntime() -> dict[str, Any] | None:
 
 
 def ort_engine(facts: dict[str, Any] | None) -> Check:
-    """The ort engine, from what the trial told."""
+    """The ort engine, from the facts of the trial process."""
     again = f"pip install --force-reinstall --no-deps {_PACKAGE}"
     if facts is None:
         return Check("engines", "ort", ABSENT, "ONNX Runtime is not installed; engine torch runs the same artifacts", _install_ort())
@@ -177,7 +177,7 @@ def one_node() -> onnx.ModelProto:
 
 def _formats() -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks that dcp is used by one process
+        warnings.simplefilter("ignore")  # torch warns that dcp is used by one process
         for name in FORMATS:
             if not hasattr(module(name), "write"):
                 yield Check("formats", name, WORKS, "reads")
@@ -188,7 +188,7 @@ def _formats() -> Iterator[Check]:
 def _round_trip(name: str, folder: Path) -> Check:
     state = CheckpointState(trainable={"w": torch.arange(4.0)})
     path = folder / f"{name}{next(iter(module(name).SUFFIXES), '')}"
-    if name == "onnx":  # puts weights into a model that is there
+    if name == "onnx":  # puts weights into an existing model
         model = one_node()
         model.graph.initializer.append(numpy_helper.from_array(np.zeros(4, np.float32), "w"))
         path.write_bytes(model.SerializeToString())
@@ -224,7 +224,7 @@ def _cuda(facts: dict[str, Any] | None) -> Iterator[Check]:
 
 
 def ort_cuda(facts: dict[str, Any], device: bool) -> Check:
-    """ORT's CUDA provider, from what the trial told; `device`: whether there is one to run on."""
+    """ORT's CUDA provider, from the facts of the trial process; `device`: whether there is one to run on."""
     if "cuda" not in facts:
         detail = "this build of onnxruntime has no CUDA provider"
         swap = f"pip uninstall -y {' '.join(_distributions())} && {_pip('cuda')}" if device and _python_has(_LAST_CUDA) else None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imports torch, which an error message can do without
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """The reader of our output went away, as `head` does: nothing to complain about."""
+        """The reader of our output has closed the pipe, as `head` does: not an error."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
 
@@ -47,7 +47,7 @@ def print_error(message: str) -> None:
 
 
 def print_warning(message: Any, *_: Any, **__: Any) -> None:
-    """In the place of `warnings.showwarning`: the message without the source line."""
+    """Replaces `warnings.showwarning`: the message without the source line."""
     error_console().print(f"[yellow]warning:[/] {escape(printable(str(message)))}")
 
 

@@ -1,4 +1,4 @@
-"""`inspect --html` and `diff --html`: a page for a browser in the place of tables."""
+"""`inspect --html` and `diff --html`: a page for a browser instead of tables."""
 
 from __future__ import annotations
 

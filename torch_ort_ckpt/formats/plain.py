@@ -1,4 +1,4 @@
-"""Plain Python data as JSON, and back without a difference: JSON has lists only, and names that are strings.
+"""Plain Python data as JSON and back without loss: JSON has no tuples, and only string keys.
 
 A tuple is `{"__tuple__": [...]}`; a dict that has such a name itself is `{"__dict__": [[name, value], ...]}`.
 """
@@ -19,7 +19,7 @@ _LEVELS = 20
 
 
 def encode(value: Any, path: PathLike | None, field: str, levels: int = _LEVELS) -> Any:
-    """Data that JSON keeps. Numbers of numpy become Python's; what is not plain is refused by name."""
+    """Data that JSON can hold. Numpy numbers become Python's; anything else raises, by name."""
     if not levels:
         raise UnsupportedError("nested too deeply", path=path, field=field, remedy=f"Keep it to {_LEVELS} levels.")
     if value is None or isinstance(value, bool):

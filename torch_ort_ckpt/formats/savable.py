@@ -96,7 +96,7 @@ def _check_tensor(value: Value, path: PathLike, where: str) -> None:
 
 def _check_text(text: str, path: PathLike, where: str) -> None:
     try:
-        text.encode("utf-8", "surrogateescape")  # bytes that were no UTF-8 in the file they came from
+        text.encode("utf-8", "surrogateescape")  # bytes that were not UTF-8 in the source file
     except UnicodeEncodeError:
         _refuse("text with a lone surrogate, which is not Unicode", path, where, "Replace that character.")
 

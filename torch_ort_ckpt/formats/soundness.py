@@ -12,7 +12,7 @@ from .shapes import MAX_GROWTH, element_count, growth_limit
 
 
 def check_loaded(state: CheckpointState, path: PathLike) -> None:
-    """Refuse what no writer of checkpoints makes: names that are not text, steps that are not numbers, tensors out of proportion."""
+    """Raise for what no checkpoint writer produces: names that are not text, steps that are not numbers, tensors out of proportion."""
     for field, name in _names(state):
         if not isinstance(name, str):
             raise CorruptFileError(f"a name that is not text ({type(name).__name__})", path=path, field=field)

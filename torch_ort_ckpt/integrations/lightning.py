@@ -160,7 +160,7 @@ def training_state(trainer: Any, part: str | None = None, *, include_optimizer: 
     optimizer = trainer.optimizers[0] if include_optimizer and trainer.optimizers else None
     properties: dict[str, int | float | str] = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
     if isinstance(chosen, TrainingGraph):
-        from ..runtime.optimizer import OrtOptimizer  # brings onnx, which such a module has brought already
+        from ..runtime.optimizer import OrtOptimizer  # imports onnx, which such a module has already imported
 
         inner = _unwrapped(optimizer)
         if inner is None or isinstance(inner, OrtOptimizer):
@@ -171,7 +171,7 @@ def training_state(trainer: Any, part: str | None = None, *, include_optimizer: 
 
 
 def write_lightning(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """One of Lightning's checkpoint dictionaries as a folder: appears whole or not at all."""
+    """Write one of Lightning's checkpoint dictionaries as a folder, atomically."""
     state = _state_of(checkpoint, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path)
@@ -237,7 +237,7 @@ def _unwrapped(optimizer: Any) -> Any:
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         if (reason := remove(path)) is not None:
-            warn(f"{path} stays where it is: {reason}")
+            warn(f"{path} is kept: {reason}")
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

@@ -23,7 +23,7 @@ _START = "<!doctype html>"
 
 
 def write(content: dict[str, Any], path: PathLike) -> None:
-    """Write the page. An older page is replaced; any other file is not, least of all a checkpoint."""
+    """Write the page. Replaces an older page, but no other file."""
     if os.path.lexists(as_path(path)):
         try:
             with open(path, "rb") as file:
@@ -39,7 +39,7 @@ def write(content: dict[str, Any], path: PathLike) -> None:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page as text. Names come from files: they enter it as data only, never as markup."""
+    """The page as text. Names come from files, so they are inserted as data, never as markup."""
     data = json.dumps(_plain(content), ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     page = _asset("page.html")
     for name, text in (("style", _asset("page.css")), ("script", _asset("page.js")), ("data", data)):

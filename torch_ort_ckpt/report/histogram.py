@@ -11,7 +11,7 @@ CHUNK = 1 << 22
 
 
 def histogram(value: torch.Tensor, low: float, high: float) -> list[int] | None:
-    """How many finite elements lie in each of `BINS` equal parts of `low` to `high`; None where there is no range."""
+    """The number of finite elements in each of `BINS` equal bins from `low` to `high`; None if there is no range."""
     if not low < high:
         return None
     flat = value.detach().reshape(-1)
@@ -19,7 +19,7 @@ def histogram(value: torch.Tensor, low: float, high: float) -> list[int] | None:
 
 
 def histogram_of_difference(a: torch.Tensor, b: torch.Tensor) -> list[int] | None:
-    """The histogram of `b - a`, symmetric around zero so that a drift shows as one."""
+    """The histogram of `b - a`, symmetric around zero so that a shift is visible."""
     flat_a, flat_b = a.detach().reshape(-1), b.detach().reshape(-1)
 
     def pieces() -> Iterator[torch.Tensor]:

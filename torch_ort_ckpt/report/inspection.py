@@ -1,4 +1,4 @@
-"""The page about one checkpoint: a row for each parameter, with its moments beside it."""
+"""The page about one checkpoint: a row for each parameter, with its moments next to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inspection(path: PathLike, *, format: str | None = None, statistics: bool = 
         ("Parameters", f"{sum(row['elements'] for row in rows if row['kind'] != 'alias'):,} in {len(state.parameters)} tensors"),
         ("Size", format_bytes(sum(row["bytes"] for row in rows))),
         ("Step", str(state.step)),
-        ("NaN or infinity", (f"in {bad} tensors" if bad else "none") if statistics else "not looked for"),
+        ("NaN or infinity", (f"in {bad} tensors" if bad else "none") if statistics else "not checked"),
     ]
     return {
         "title": os.path.basename(os.path.abspath(path)),

@@ -188,7 +188,7 @@ class _Source:
             raise self.reader.error(table, "dims", f"impossible shape ({error})") from error
 
     def _claim(self, offset: int, size: int, name: str) -> None:
-        """Note external bytes in use: what does not overlap can't add up to more than the sidecar, which also bounds copies."""
+        """Count external bytes in use: data that does not overlap can't exceed the size of the sidecar, which also bounds copies."""
         if not size:
             return
         self._extents.append((offset, offset + size, name))

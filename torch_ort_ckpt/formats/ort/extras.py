@@ -1,12 +1,12 @@
-"""What ORT's files have no place for, kept in namespaced string properties: ORT's loader carries them along untouched.
+"""What ORT's files can't hold, stored in namespaced string properties, which ORT's loader preserves.
 
 - `torch_ort_ckpt.optimizer`: JSON, group -> current learning rate, hyper-parameters, exact initial rate, notes of `groups.prepare`, and a
-  witness of when this was true.
+  witness of the training state it was true for.
 - `torch_ort_ckpt.floats`: JSON, float properties that float32 (all that ORT stores) would round.
 - `torch_ort_ckpt.partitions`: JSON, weight -> `PartitionInfo`.
 - `torch_ort_ckpt.aliases`: JSON, weight -> the name of its half-precision alias, where names and shapes alone would give another result.
 
-ORT may train on and save again with these still inside: a learning rate whose witness no longer fits, or a float whose rounded value
+ORT may continue training and save them again: a learning rate whose witness no longer matches, or a float whose rounded value
 has changed, is stale and dropped.
 """
 
@@ -59,7 +59,7 @@ def pack(state: CheckpointState, path: PathLike, notes: Mapping[str, dict[str, A
 
 
 def unpack(state: CheckpointState, path: PathLike) -> CheckpointState:
-    """Move what `pack` added from `state.properties` to where it belongs, and aliases out of the weights (in place)."""
+    """Move what `pack` added to `state.properties` back to its fields, and aliases out of the weights (in place)."""
     _take_aliases(state, path)
     optimizer = _take(state, "optimizer", path)
     floats = _take(state, "floats", path)
@@ -94,7 +94,7 @@ def unpack(state: CheckpointState, path: PathLike) -> CheckpointState:
 def _unusual_aliases(state: CheckpointState) -> dict[str, dict[str, str]]:
     """`{"of": {weight: its alias's name in the file}}`, if `split_aliases` would not find exactly these."""
     named = joined_aliases(state)
-    if state.nominal:  # the file keeps no shapes to tell an alias by
+    if state.nominal:  # the file has no shapes to recognize an alias by
         same = not named and not any(split_half_suffix(name)[1] for name in state.parameters)
     else:
         found = split_aliases(CheckpointState(dict(state.trainable), {**state.frozen, **named}, properties=state.properties))
@@ -152,7 +152,7 @@ def checked_properties(state: CheckpointState, path: PathLike) -> dict[str, int 
 
 
 def to_float32(value: float) -> float:
-    """What float32 makes of the value; too large becomes infinite, as in ORT."""
+    """The value rounded to float32; too large becomes infinite, as in ORT."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:

@@ -1,4 +1,4 @@
-"""FlatBuffers, the little that checkpoints need: a reader that checks everything before it follows it, and a forward-only builder.
+"""FlatBuffers, the little that checkpoints need: a reader that checks every offset before it follows it, and a forward-only builder.
 
 The Python `flatbuffers` package has no verifier: a bad offset makes it raise `struct.error`, read garbage or loop. Here every table,
 vtable, vector and string is checked against the buffer, and no two of them may overlap (strings may be shared), which also bounds the
@@ -36,8 +36,8 @@ class Reader:
         self.vtables: dict[int, tuple[tuple[int, ...], int]] = {}
         self._strings: dict[int, bytes] = {}
         self.extents: list[tuple[int, int, Table | None, str]] = []
-        self.claimed = 0  # bytes in use: what does not overlap can't add up to more than the file
-        self._text = 0  # bytes of strings handed out, shared ones each time
+        self.claimed = 0  # bytes in use: data that does not overlap can't exceed the file size
+        self._text = 0  # bytes of strings returned, shared ones each time
 
     def root(self, identifier: bytes) -> Table:
         if self.size < 8 or bytes(self.data[4:8]) != identifier:
@@ -45,7 +45,7 @@ class Reader:
         return Table(self, _U32.unpack_from(self.data, 0)[0], None, "root")
 
     def finish(self) -> None:
-        """After everything was visited: refuse overlapping tables and vectors."""
+        """Call after visiting everything: raises for overlapping tables and vectors."""
         self.extents.sort(key=itemgetter(0))
         end = 8
         for start, stop, parent, label in self.extents:
@@ -54,7 +54,7 @@ class Reader:
             end = stop
 
     def close(self) -> None:
-        """Drop what was visited. Tables and reader hold each other, and with them the mapped file, until the garbage collector comes."""
+        """Drop what was visited. Tables and reader reference each other, and the mapped file, until the garbage collector runs."""
         self.extents.clear()
 
     def error(self, parent: Table | None, label: str, what: str) -> CorruptFileError:

@@ -1,10 +1,10 @@
 """Optimizer groups as ORT's loader needs them, and back.
 
-Measured on ORT 1.19.2: it looks only in `group0`, under the moment names of its own optimizers, and wants an entry with every moment
+Measured on ORT 1.19.2: it looks only in `group0`, under the moment names of its own optimizers, and requires an entry with every moment
 for every trainable parameter, or no entry at all (then moments start as zeros and the step is kept). A group of another name is
-ignored in silence.
+silently ignored.
 So on the way out one group is renamed to `group0` and missing moments are written as zeros; a note in our own properties undoes that on
-the way in, unless ORT has trained on meanwhile.
+the way in, unless ORT has continued training in between.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def prepare(state: CheckpointState, path: PathLike, policy: str) -> tuple[Checkp
 
 
 def restore(state: CheckpointState, name: str, note: dict[str, Any], fresh: bool) -> None:
-    """Undo `prepare` for one group (in place); what was filled or counted per weight is only true while `fresh`: ORT has not trained on."""
+    """Undo `prepare` for one group (in place); what was filled or counted per weight is valid only while `fresh`."""
     group = state.optimizer[name]
     if fresh:
         for param, moments in dict(note.get("filled") or {}).items():

@@ -21,11 +21,11 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 REFUSED_BY_ORT = (torch.float16, torch.bfloat16, *_FLOAT8)
 """What the loader of ORT 1.16 to 1.19 refuses, string tensors besides, though its own artifacts may hold them."""
 REFUSED_BY_PBSEQ = _FLOAT8
-"""What the loader of ORT 1.15 refuses; a string tensor ends the whole process."""
+"""What the loader of ORT 1.15 refuses; a string tensor crashes the process."""
 
 
 def read_by(state: CheckpointState, releases: str, refused: tuple[torch.dtype, ...]) -> str:
-    """The answer for a state *as the file has it*: aliases among the weights, groups as they were written."""
+    """The result for a state *as stored in the file*: aliases among the weights, groups as they were written."""
     if (why := _refusal(state, refused)) is not None:
         return f"no release of ORT: {why}"
     if names.WORLD_RANK in state.properties:
@@ -41,7 +41,7 @@ def read_by(state: CheckpointState, releases: str, refused: tuple[torch.dtype, .
 
 
 def _refusal(state: CheckpointState, refused: tuple[torch.dtype, ...]) -> str | None:
-    """Why no loader takes it. The parameters of a nominal checkpoint have no bytes: there the loader does not check their type."""
+    """Why no loader accepts it. The parameters of a nominal checkpoint have no bytes: there the loader does not check their type."""
     if "" in state.parameters:
         return "a parameter has no name"
     for name, value in state.parameters.items():
@@ -73,7 +73,7 @@ def _optimizer_refusal(state: CheckpointState) -> str | None:
                 return f"{_quoted(param)} has no {moment} in {ORT_GROUP}"
             if states[moment].dtype != torch.float32:
                 return f"{moment} of {_quoted(param)} is {short_name(states[moment].dtype)}, not float32"
-            if len(kept) > 1 and states[moment].shape != value.shape and not state.nominal:  # SGD never looks at its one
+            if len(kept) > 1 and states[moment].shape != value.shape and not state.nominal:  # SGD never reads its moment
                 return f"{moment} of {_quoted(param)} has another shape than the parameter"
     return None
 

@@ -4,9 +4,9 @@
     folder/optimizer.safetensors            name.optimizer.safetensors
 
 Above `max_shard_size` weights become `model-00001-of-00003.safetensors` ... with `model.safetensors.index.json`, likewise the optimizer.
-What safetensors has no place for (trainability, groups, properties, aliases, partitions, string tensors) is one JSON text under the key
+What safetensors can't hold (trainability, groups, properties, aliases, partitions, string tensors) is one JSON text under the key
 `torch_ort_ckpt` of the string metadata. Tied weights follow the convention of `safetensors.torch.save_model`: metadata `{dropped: kept}`.
-The files of one save share an identity (see `fileset`), so that an interrupted save is noticed.
+The files of one save share an identity (see `fileset`), so that an interrupted save is detected.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
         try:
             return _read(path, places, mmap)
         except CheckpointError:
-            if places.marks() == before:  # else a writer replaced the files in between: the next ones are there
+            if places.marks() == before:  # else a writer replaced the files in between: try the new ones
                 raise
     raise CheckpointError("replaced again and again while being read", path=path)
 
@@ -156,7 +156,7 @@ class _Bundle:
 
     @classmethod
     def open(cls, stem: Path, sharded: bool, mmap: bool, main: _Bundle | None = None) -> _Bundle:
-        """`main`: the bundle whose save this one must be of."""
+        """`main`: the bundle that must be from the same save."""
         path = Path(f"{stem}{SUFFIXES[1] if sharded else SUFFIXES[0]}")
         if main is not None:
             path = _located(main, path)
@@ -340,7 +340,7 @@ def _files(places: _Places) -> list[Path]:
 def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]:
     """Files of the save being replaced that the new one does not write: the other form of a bundle, its shards, the optimizer's."""
     written = {pending.target.name for pending in (main, *writer.others)}
-    either_form = {f"{places.model.name}{suffix}" for suffix in SUFFIXES}  # whoever wrote it: this is the place to be overwritten
+    either_form = {f"{places.model.name}{suffix}" for suffix in SUFFIXES}  # by any writer: this path is to be overwritten
     return [
         place
         for place in _files(places)

@@ -1,7 +1,7 @@
 """One safetensors file: header, checks and aliasing tensors on the way in, a stream on the way out.
 
 Written here rather than with the `safetensors` package for what that does not do: tensors that alias a private mapping, streaming with
-bounded memory, and an identity filled in after the data. The tests hold it against the package in both directions.
+bounded memory, and an identity filled in after the data. The tests compare it with the package in both directions.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reported(path: PathLike) -> Iterator[None]:
-    """What malformed content makes Python raise, as our error."""
+    """Convert Python's exceptions for malformed content to our error."""
     try:
         yield
     except CheckpointError:

@@ -1,7 +1,7 @@
 """The two containers of `torch.save`, read in place: the zip archive, and the older stream of pickles.
 
 Every record is checked against the file before a tensor is made of it: stored without compression, inside the archive, no two over the
-same bytes, and as long as the pickle says. Mapped, tensors alias the file and the checksums are not looked at (that would read
+same bytes, and as long as the pickle says. When mapped, tensors alias the file and the checksums are not checked (that would read
 everything); otherwise they are.
 """
 

@@ -1,5 +1,5 @@
 """What `torch.save` pickles, made from the records of `pickled`: tensors over the file's bytes, and plain data. No function of the file's
-choice is called: the few ways in which PyTorch writes a tensor are known here by name.
+choice is called: the few functions with which PyTorch writes tensors are listed here by name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OTHER_TENSORS = {
     "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device of its own",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device of its own",
 }
-"""Tensors that a checkpoint has no place for."""
+"""Tensors that a checkpoint can't hold."""
 
 _SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_tensor_symmetric", "per_channel_symmetric", "per_channel_affine_float_qparams")
 _TENSOR_TYPES = ("torch._tensor.Tensor", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
@@ -68,7 +68,7 @@ KNOWN: Known = {
     "builtins": frozenset({"set", "frozenset", "bytearray", "complex", "int", "float", "list", "dict"}),
     "__builtin__": frozenset({"set", "frozenset", "bytearray", "complex", "int", "float", "list", "dict"}),
 }
-"""All that `torch.save` needs for tensors and plain data."""
+"""All names that `torch.save` uses for tensors and plain data."""
 
 _MAX_DEPTH = 100
 _KEYS = (str, int, float, bytes, type(None))
@@ -131,7 +131,7 @@ class Objects:
         return Opaque(function)
 
     def tensor(self, call: Any, where: str = "") -> torch.Tensor:
-        """The tensor that one of PyTorch's own functions would make of these arguments."""
+        """The tensor that one of PyTorch's own functions would return for these arguments."""
         try:
             return self._tensor(call, where, 0)
         except (CheckpointError, UnknownNameError):
