@@ -66,3 +66,26 @@ def test_a_graph_that_onnx_finds_invalid_is_our_error(tmp_path: Path) -> None:
 
     with pytest.raises(toc.CheckpointError, match="Transpose"):
         toc.export_artifacts(Negative(6, True), (torch.randn(3, 5, 4),), tmp_path, exporter="torchscript", class_axis=1)
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_a_module_that_returns_its_cross_entropy(exporter: str, tmp_path: Path) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.fc(x), y)
+
+    torch.manual_seed(0)
+    native, x, y = WithLoss(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    artifacts = toc.export_artifacts(native, (x, y), tmp_path, loss=None, exporter=exporter)
+    expected = native(x, y)
+    expected.backward()
+    for engine in ("ort", "torch"):
+        model = toc.OrtModule(artifacts, engine=engine)
+        loss = model(x, y)
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(model.fc.weight.grad, native.fc.weight.grad)

@@ -19,7 +19,7 @@ def repair_forward(model: onnx.ModelProto) -> list[str]:
     done = []
     repairs: Iterable[tuple[str, Callable[[onnx.ModelProto], int]]] = (
         ("counted Transpose's axes from the front", count_axes_from_front),
-        ("gave LayerNormalization and Dropout the outputs their gradients need", complete_outputs),
+        ("gave LayerNormalization, Dropout and SoftmaxCrossEntropyLoss the outputs their gradients need", complete_outputs),
         ("replaced CastLike by Cast", replace_cast_like),
         ("decomposed InstanceNormalization", decompose_instance_norm),
         ("removed Transposes without effect", remove_identity_transposes),
@@ -52,7 +52,7 @@ def count_axes_from_front(model: onnx.ModelProto) -> int:
 
 def complete_outputs(model: onnx.ModelProto) -> int:
     """The gradient builder reads the optional outputs of these nodes whether they are there or not (`OutputDefs().size()`)."""
-    wanted = {"LayerNormalization": ("mean", "inv_std_dev"), "Dropout": ("mask",)}
+    wanted = {"LayerNormalization": ("mean", "inv_std_dev"), "Dropout": ("mask",), "SoftmaxCrossEntropyLoss": ("log_prob",)}
     count = 0
     for node in all_nodes(model.graph):
         suffixes = wanted.get(node.op_type, ())
