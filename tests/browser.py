@@ -61,7 +61,8 @@ class Page:
     """One tab. `requests` are the addresses it asked for."""
 
     def __init__(self, commands: Any, answers: Any) -> None:
-        self._commands, self._answers, self._count, self._session = commands, answers, 0, None
+        self._commands, self._answers, self._count = commands, answers, 0
+        self._session: str | None = None
         self._buffer = b""
         self.requests: list[str] = []
         self.errors: list[str] = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -135,7 +138,7 @@ def batch(name: str, size: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.
 _KEEP = tempfile.TemporaryDirectory(prefix="toc-exported-")
 
 
-def exported(name: str, exporter: str = "torchscript", **options: Any) -> toc.Artifacts:
+def exported(name: str, exporter: str = "auto", **options: Any) -> toc.Artifacts:
     """Artifacts of one of the modules; made once per test run."""
     return _exported(name, exporter, **options)
 
@@ -145,3 +148,26 @@ def _exported(name: str, exporter: str, **options: Any) -> toc.Artifacts:
     parts = [name, exporter, *(f"{key}-{value}" for key, value in options.items())]
     folder = Path(_KEEP.name) / "_".join(str(part).replace("/", "_") for part in parts)[:100]
     return toc.export_artifacts(module(name), (batch(name)[0],), folder, exporter=exporter, **options)
+
+
+def in_ort_format(name: str, place: Path) -> Path:
+    """The artifacts of one of the modules in ONNX Runtime's own format, in the folder `place`."""
+    folder = exported(name).folder
+    with tempfile.TemporaryDirectory() as work:
+        for model in ("training_model", "eval_model", "optimizer_model"):
+            shutil.copy(folder / f"{model}.onnx", work)
+            command = [sys.executable, "-m", "onnxruntime.tools.convert_onnx_models_to_ort", str(Path(work, f"{model}.onnx"))]
+            subprocess.run([*command, "--optimization_style", "Fixed"], check=True, capture_output=True)
+            shutil.copy(Path(work, f"{model}.ort"), place)
+    shutil.copy(folder / "checkpoint", place)
+    return place
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A module with running statistics after one step of AdamW."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.rand(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer

@@ -58,6 +58,7 @@ class Official:
         return self.module(*(value.numpy() for value in inputs))
 
     def step(self, *inputs: torch.Tensor) -> Any:
+        assert self.optimizer is not None
         loss = self.loss(*inputs)
         self.optimizer.step()
         self.module.lazy_reset_grad()

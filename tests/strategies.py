@@ -75,7 +75,8 @@ def states(draw: st.DrawFn, *, several_groups: bool = False, strings: bool = Tru
         for name in masters:
             if not draw(st.integers(0, 3)) and f"{name}_fp16" not in state.parameters:
                 state.mixed_precision[name] = state.trainable[name].to(torch.float16)
-    if masters and draw(st.booleans()):
+    grouped: bool = draw(st.booleans())
+    if masters and grouped:
         shapes_of = {name: tuple(state.trainable[name].shape) for name in masters}
         cut = draw(st.integers(0, len(masters))) if several_groups else len(masters)
         state.optimizer["group0"] = draw(groups(masters[:cut], shapes_of))

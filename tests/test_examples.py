@@ -106,3 +106,11 @@ def test_ddp_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 ranks, step 40" in out
     assert "weights equal on all" in out
     assert toc.load(tmp_path / "run" / "checkpoint_40" / "checkpoint").step == 40
+
+
+@pytest.mark.ort
+def test_train_on_stock_onnxruntime(capsys: pytest.CaptureFixture[str]) -> None:
+    losses, after = example("train_on_stock_onnxruntime").main(steps=20)
+    assert losses[-1] < losses[0] / 2
+    assert after < losses[0] / 2
+    assert "PyTorch went on from there" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import ast
 import inspect
 import pickle
 import pydoc
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests.truth import DATA
 
 
 def test_the_names_are_there() -> None:
@@ -128,6 +130,39 @@ def test_help_shows_the_functions() -> None:
     text = pydoc.plain(pydoc.render_doc(toc))
     assert "load(path" in text
     assert "class CheckpointState" in text
+
+
+def test_the_first_screen_of_help_lists_every_name() -> None:
+    text = inspect.getdoc(toc) or ""
+    lines = text.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 110
+    table = text.partition("\n\n")[2].partition("\n\n")[0]
+    listed = [word for line in table.splitlines() for word in re.findall(r"\w+", line[14:])]
+    assert {word for word in listed if word in toc.__all__} == set(toc.__all__)
+    assert len([word for word in listed if word in toc.__all__]) == len(toc.__all__)
+
+
+def test_what_users_may_touch_of_a_module_and_an_optimizer() -> None:
+    """Everything else has an underscore: it may change with any release."""
+
+    def own(kind: type, base: type) -> list[str]:
+        return sorted(name for name in set(dir(kind)) - set(dir(base)) if not name.startswith("_"))
+
+    assert own(toc.OrtModule, torch.nn.Module) == [
+        "checkpoint", "device", "draws", "engine", "export_inference", "fix_dimensions", "lazy_reset_grad", "load_checkpoint",
+        "named_tensors", "named_trainable", "nominal", "optimizer_spec", "options", "seed", "seed_dropout", "train_step",
+    ]  # fmt: skip
+    assert own(toc.OrtOptimizer, torch.optim.Optimizer) == [
+        "checkpoint_step",
+        "create_moments",
+        "groups",
+        "load_groups",
+        "set_step",
+        "to_torch",
+    ]
+    model = toc.OrtModule(DATA / "fbv2_ort1_19_2_adamw_full", engine="torch")
+    assert {name for name in vars(model) if not name.startswith("_")} - set(vars(torch.nn.Module())) == {"artifacts"}
 
 
 def test_classes_pickle() -> None:

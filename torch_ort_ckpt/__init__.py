@@ -1,5 +1,17 @@
 """ONNX Runtime training checkpoints and graphs in PyTorch, and back, bit for bit.
 
+Files         load, save, detect, convert, verify, summarize; merge, split and PartitionPlan for rank sets
+States        CheckpointState of OptimizerGroup and PartitionInfo; average, diff -> DiffReport, Verification
+PyTorch       to_state_dict, to_optimizer_state_dict, from_torch, NameMap
+Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, to_torch_module, pipeline_stages,
+              register_op, register_decomposition
+Running them  OrtModule, OrtOptimizer, TrainingSession
+Training      TrainingRunner with RunnerConfig and LearningRate -> Result; CheckpointManager of Entry; Feed,
+              ResumableSampler, optimal_checkpoint_period
+Problems      CheckpointError, CorruptFileError, CheckpointWarning
+
+`save` replaces an existing file, as torch.save does; everything else does so only with overwrite=True.
+torch_ort_ckpt.lightning has OrtCheckpointIO and OrtCheckpoint. The command line is torch-ort-ckpt.
 Importing the package imports neither torch nor onnx: public names are imported when first used.
 """
 
@@ -16,7 +28,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and the documentation
     from .formats import detect, load, merge, save
     from .graphs.artifacts import Artifacts
     from .graphs.export import export_artifacts
+    from .graphs.gradients.decompositions import register_decomposition
     from .graphs.source.module import to_torch_module
+    from .graphs.standard.export import export_step_model
     from .graphs.translation import register_op
     from .operations.average import average
     from .operations.convert import convert
@@ -63,11 +77,13 @@ _LAZY = {
     "detect": ".formats",
     "diff": ".operations.diff",
     "export_artifacts": ".graphs.export",
+    "export_step_model": ".graphs.standard.export",
     "from_torch": ".checkpoint.bridge",
     "load": ".formats",
     "merge": ".formats",
     "optimal_checkpoint_period": ".training.schedule",
     "pipeline_stages": ".runtime.stages",
+    "register_decomposition": ".graphs.gradients.decompositions",
     "register_op": ".graphs.translation",
     "save": ".formats",
     "split": ".checkpoint.partition",
@@ -114,11 +130,13 @@ __all__ = [
     "detect",
     "diff",
     "export_artifacts",
+    "export_step_model",
     "from_torch",
     "load",
     "merge",
     "optimal_checkpoint_period",
     "pipeline_stages",
+    "register_decomposition",
     "register_op",
     "save",
     "split",

@@ -7,7 +7,7 @@ import torch
 from .catalog import DTYPES
 
 STRING = 8
-"""The ONNX number of string tensors, the one type PyTorch has no equal for (they are numpy object arrays here)."""
+"""The ONNX number of string tensors, the one type that PyTorch does not have (they are numpy object arrays here)."""
 
 TORCH_FROM_ONNX: dict[int, torch.dtype] = {number: getattr(torch, name) for number, name in DTYPES.items()}
 ONNX_FROM_TORCH: dict[torch.dtype, int] = {dtype: number for number, dtype in TORCH_FROM_ONNX.items()}

@@ -295,3 +295,16 @@ def test_wrapped_modules_give_plain_names() -> None:
 def test_a_state_dict_of_something_else_is_refused() -> None:
     with pytest.raises(toc.CheckpointError, match="not a state dict of tensors: 'epoch'"):
         toc.from_torch({"epoch": 3})
+
+
+def test_a_view_in_a_state_dict_is_not_taken_for_the_parameter_it_shares_memory_with() -> None:
+    """`row` starts at the address of `weight`, and comes later."""
+    weight = nn.Parameter(torch.arange(6.0).reshape(3, 2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.sum().backward()
+    optimizer.step()
+    state = toc.from_torch({"weight": weight.detach(), "row": weight.detach()[:1]}, optimizer)
+    assert list(state.trainable) == ["weight"]
+    assert list(state.frozen) == ["row"]
+    (group,) = state.optimizer.values()
+    assert list(group.states) == ["weight"]

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes where that matters, `main` in this one elsewhere."""
+"""The command line: real processes where that matters, otherwise `main` in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import torch_ort_ckpt as toc
 from tests.truth import Truth
-from torch_ort_ckpt.cli import demo, main
+from torch_ort_ckpt.cli import completion, demo, main
 
 ADAMW = str(Truth("fbv2_ort1_19_2_adamw_full").checkpoint)
 OLD = str(Truth("fbv1_ort1_16_3_adamw_full").checkpoint)
@@ -205,14 +205,29 @@ def test_demo_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "torch-ort-ckpt[ort]" in err
 
 
-def test_completion_completes_commands_and_options() -> None:
+def test_completion_completes_commands_options_choices_and_files(tmp_path: Path) -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "torch_ort_ckpt", "completion", "bash"], capture_output=True, text=True, check=True
+    ).stdout
+    (tmp_path / "checkpoint").touch()
+
     def complete(*words: str) -> set[str]:
         line = " ".join(f'"{word}"' for word in words)
-        code = f"source /dev/stdin; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _torch_ort_ckpt; printf '%s\\n' ${{COMPREPLY[@]}}"
-        printed = subprocess.run(
-            [sys.executable, "-m", "torch_ort_ckpt", "completion", "bash"], capture_output=True, text=True, check=True
-        ).stdout
-        return set(subprocess.run(["bash", "-c", code], input=printed, capture_output=True, text=True, check=True).stdout.split())
+        code = f"""source /dev/stdin; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}
+            function=$(complete -p torch-ort-ckpt | sed 's/.* -F \\([^ ]*\\).*/\\1/'); $function; printf '%s\\n' ${{COMPREPLY[@]}}"""
+        found = subprocess.run(["bash", "-c", code], input=printed, capture_output=True, text=True, check=True, cwd=tmp_path)
+        return set(found.stdout.split())
 
     assert complete("torch-ort-ckpt", "in") == {"inspect"}
     assert complete("torch-ort-ckpt", "convert", "--no-o") == {"--no-optimizer"}
+    assert complete("torch-ort-ckpt", "convert", "--to", "safe") == {"safetensors"}
+    assert complete("torch-ort-ckpt", "inspect", "che") == {"checkpoint"}
+    assert complete("torch-ort-ckpt", "convert", "--name-map", "che") == {"checkpoint"}
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_completion_knows_every_command_in_every_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = run(capsys, "completion", shell)
+    assert code == 0
+    for name in ("inspect", "convert", "checkpoints", "no-optimizer", "safetensors"):
+        assert name in printed

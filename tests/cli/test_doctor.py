@@ -1,4 +1,4 @@
-"""`torch-ort-ckpt doctor`: it tells the truth about this environment, and recognises damaged ones."""
+"""`torch-ort-ckpt doctor` describes this environment correctly, and recognizes damaged ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_cuda_is_not_claimed_without_a_gpu(report: dict[str, Any]) -> None:
 
 
 def damaged_site(folder: Path, *distributions: str, code: str) -> dict[str, str]:
-    """An environment in which `onnxruntime` comes from these distributions and is `code`."""
+    """An environment in which these distributions provide `onnxruntime`, whose source is `code`."""
     package = folder / "onnxruntime"
     package.mkdir()
     (package / "__init__.py").write_text(code)

@@ -1,4 +1,4 @@
-"""Names come from files: none of them reaches a terminal or a log with control characters in it."""
+"""Names come from files: their control characters never reach a terminal or a log."""
 
 from __future__ import annotations
 

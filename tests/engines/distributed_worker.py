@@ -1,9 +1,10 @@
-"""What two gloo processes do under `torchrun`: FSDP2 with DCP, and a pipeline of two stages. Rank 0 writes what the tests compare."""
+"""Run by two gloo processes under `torchrun`: FSDP2 with DCP, and a pipeline of two stages. Rank 0 writes what the tests compare."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def fsdp(folder: Path) -> None:
 
     again, other = sharded(folder)
     weights, moments = get_state_dict(again, other)
-    state = {"model": weights, "optimizer": moments}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder / "dcp")
     set_state_dict(again, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for resumed, with_it in ((model, optimizer), (again, other)):

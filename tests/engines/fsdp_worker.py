@@ -1,9 +1,10 @@
-"""What two gloo processes do under `torchrun`: FSDP2 in mixed precision, and on parts of a model. Rank 0 writes what tests compare."""
+"""Run by two gloo processes under `torchrun`: FSDP2 in mixed precision, and on parts of a model. Rank 0 writes the results to compare."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from tests.engines.zoo import FAMILIES
 
 STEPS = 3
 LR = 1e-2
-BFLOAT16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+BFLOAT16: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
 
 def by_parts(module: nn.Module, whole: bool, **options: Any) -> None:
-    """Shard every layer, and what is left with the whole."""
+    """Shard every layer, then the remaining parameters with the whole module."""
     for child in list(module.children()):
         if any(True for _ in child.parameters()):
             fully_shard(child, **options)
@@ -56,6 +57,14 @@ def train(model: nn.Module, loss_of: Callable[[list[torch.Tensor]], torch.Tensor
     return losses
 
 
+def _loss_of_graph(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return model(*batch)
+
+
+def _loss_of_module(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
 def whole(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
@@ -67,7 +76,7 @@ def main(folder: Path, native_path: Path) -> None:
         model = toc.OrtModule(folder, engine="torch")
         shard(model, mesh)
         assert all(isinstance(value, DTensor) for value in model.parameters()), name
-        losses = train(model, lambda batch, model=model: model(*batch))
+        losses = train(model, partial(_loss_of_graph, model))
         with torch.no_grad():
             evaluated = model.eval()(*FAMILIES["mlp"].batch(9))
         try:
@@ -79,8 +88,7 @@ def main(folder: Path, native_path: Path) -> None:
         if name in ("whole", "mixed"):
             native = torch.load(native_path, weights_only=False)
             shard(native, mesh)
-            loss = nn.CrossEntropyLoss()
-            losses = train(native, lambda batch, native=native, loss=loss: loss(native(batch[0]), batch[1]))
+            losses = train(native, partial(_loss_of_module, native))
             found[f"native {name}"] = {"losses": losses, "state": whole(native)}
     if dist.get_rank() == 0:
         torch.save(found, folder / "fsdp.pt")

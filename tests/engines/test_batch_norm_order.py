@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_ort_ckpt as toc
 from tests.official import Official
-from torch_ort_ckpt.graphs.passes.statistics import batch_norms
+from torch_ort_ckpt.graphs.batch_norms import batch_norms
 
 pytestmark = pytest.mark.ort
 
@@ -151,6 +151,6 @@ def unchained(exported: Exported, exporter: str, folder: Path, *, evaluation: bo
     ("layer", "words"),
     [(nn.BatchNorm1d(6, momentum=None), "momentum=None"), (nn.InstanceNorm1d(6, track_running_stats=True), "InstanceNorm")],
 )
-def test_statistics_that_no_graph_can_keep_are_refused(layer: nn.Module, words: str, tmp_path: Path) -> None:
+def test_statistics_that_ort_s_builder_can_not_keep_are_refused(layer: nn.Module, words: str, tmp_path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match=f"^1: .*{words}"):
-        toc.export_artifacts(nn.Sequential(nn.Linear(6, 6), layer), (torch.randn(4, 6),), tmp_path)
+        toc.export_artifacts(nn.Sequential(nn.Linear(6, 6), layer), (torch.randn(4, 6),), tmp_path, builder="ort")

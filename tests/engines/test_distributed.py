@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def folders(exported: Callable[[str], tuple[Path, nn.Module]]) -> dict[str, Path]:
-    """The artifacts' folders, with what the two processes left there (they do everything in one go: starting them takes longest)."""
+    """The artifacts' folders, with the results of the two processes (one run for all tests, since starting the processes takes longest)."""
     made = {name: exported(name)[0] for name in ("mlp", "transformer")}
     command = [
         sys.executable,

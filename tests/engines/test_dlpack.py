@@ -1,4 +1,4 @@
-"""The only door between PyTorch's memory and ORT's: every element type, both ways, aliasing, and nothing that crashes."""
+"""DLPack between PyTorch and ORT: every element type in both directions, shared memory, and unsupported tensors raise, never crash."""
 
 from __future__ import annotations
 

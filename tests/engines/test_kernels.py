@@ -1,4 +1,5 @@
-"""What ORT 1.19.2 computes wrongly comes out right all the same; what it can't run, "ort" refuses by name and "auto" gives to PyTorch.
+"""What ORT 1.19.2 computes wrongly is rewritten and comes out right. What it can't run, engine "ort" refuses with the operator's name, and
+"auto" runs on PyTorch.
 
 Graphs are written here and differentiated by ORT's own builder, as any artifacts are. `tests/fuzz/test_kernels.py` tries thousands.
 """
@@ -73,7 +74,7 @@ def test_convolutions_in_groups(rank: int, groups: int, sizes: tuple[int, ...], 
 @pytest.mark.parametrize("groups", [2, 4, 8])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_nothing_is_written_beyond_the_gradient_of_a_convolution(rank: int, groups: int, tmp_path: Path) -> None:
-    """Here the weight's gradient of the first convolution lies behind the gradient that the second one hands on."""
+    """In this graph ORT places the first convolution's weight gradient directly behind the gradient that the second one computes."""
 
     def build(chain: Chain) -> None:
         convolve(rank, groups, 1, 1)(chain)
@@ -117,7 +118,7 @@ def test_a_model_with_convolutions_in_groups_trains_as_in_pytorch(tmp_path: Path
             optimizer.step()
     for name, value in native.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
-    # The artifacts themselves are right, for every client of ORT: its own API trains alike.
+    # The artifacts themselves are right: ORT's own API computes the same gradients.
     official = Official(artifacts, tmp_path, state=model.checkpoint())
     native.zero_grad()
     loss = F.cross_entropy(native(x), labels)
@@ -195,7 +196,7 @@ def test_where_broadcasts_a_computed_value(tmp_path: Path) -> None:
 
 
 def test_a_transpose_that_moves_nothing_before_a_gemm(tmp_path: Path) -> None:
-    """With a batch as large as a sample, ORT's optimizer would turn the batch around without an error."""
+    """With a batch as large as a sample, ORT's graph optimizer would transpose the batch without an error."""
 
     def build(chain: Chain) -> None:
         chain.then("Transpose", [chain.current], lambda x: x, perm=[0, 1])
@@ -261,7 +262,7 @@ def test_ort_refuses_by_name_and_auto_takes_torch(name: str, tmp_path: Path, cap
 
 @pytest.mark.parametrize("name", ["bilstm", "avg_pool_ceil", "conv_transpose", "upsample_nearest", "upsample_bilinear"])
 def test_auto_trains_what_ort_has_no_kernel_for(name: str, tmp_path: Path) -> None:
-    """Whole models, as they are exported; these are the families that the matrix in `test_parity.py` can't give to ORT."""
+    """Whole models, as they are exported; these are the families that `test_parity.py` can't run on ORT."""
     family = FAMILIES[name]
     torch.manual_seed(0)
     native = family.build().train()

@@ -1,4 +1,4 @@
-"""Labels out of range: refused by number, whatever way they take to the loss. (ONNX Runtime would read beyond its memory.)"""
+"""Labels out of range are refused, and the message has the label. (ONNX Runtime would read out of bounds.)"""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_a_label_out_of_range_is_named(engine: str, label: int) -> None:
 
 @pytest.fixture(scope="module")
 def ignoring(tmp_path_factory: pytest.TempPathFactory) -> toc.Artifacts:
-    """The MLP with a loss that leaves out label 3."""
+    """The MLP with a loss whose `ignore_index` is -7."""
     folder = tmp_path_factory.mktemp("ignoring") / "artifacts"
-    shutil.copytree(exported("mlp").folder, folder)
+    shutil.copytree(exported("mlp", "torchscript").folder, folder)
     for name in ("training_model.onnx", "eval_model.onnx"):
         model = onnx.load(folder / name)
         for node in model.graph.node:
@@ -80,7 +80,7 @@ def test_a_label_that_the_loss_leaves_out_is_in_range(ignoring: toc.Artifacts, e
 
 
 class Shifted(nn.Module):
-    """A language model: the label of a token is the next one, so that the first label is never looked at."""
+    """A language model: the label of a token is the next one, so the first label is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ def test_labels_that_the_graph_computes_are_looked_at_too(shifted: tuple[toc.Art
     model = toc.OrtModule(artifacts, engine=engine, threads=1)
     for size in (2, 3):
         x, labels = torch.randint(0, 9, (size, 5)), torch.randint(0, 9, (size, 5))
-        labels[0, 2] = -100  # left out
-        labels[:, 0] = 1000  # not looked at
+        labels[0, 2] = -100  # ignored
+        labels[:, 0] = 1000  # not used
         native.zero_grad()
         expected = native(x, labels)
         expected.backward()
@@ -123,7 +123,7 @@ def test_labels_that_the_graph_computes_are_looked_at_too(shifted: tuple[toc.Art
 
 
 def test_an_unknown_number_of_classes_is_asked_of_the_scores(tmp_path: Path) -> None:
-    """`y = x`: how many classes there are is known only when it runs."""
+    """The number of classes is symbolic in the graph and known only at run time."""
     loss = helper.make_node("SoftmaxCrossEntropyLoss", ["sum", "labels"], ["loss", "log_prob"], reduction="mean")
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "bias"], ["sum"]), loss],

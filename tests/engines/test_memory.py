@@ -1,4 +1,4 @@
-"""Tensors side by side in memory, and what may be handed over as one."""
+"""Tensors that are adjacent in memory, and which of them are passed to ORT as one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_side_by_side_has_storages_of_their_own_and_whole_lines_are_one_piece(fo
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 5, 16, 32]), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=10))
 def test_pieces_cover_each_tensor_once_and_only_where_every_list_goes_on(found: list[tuple[int, int, int]]) -> None:
-    """Sizes with the gaps behind them in two lists."""
+    """Sizes, and the gap behind each tensor in two memory layouts."""
     sizes = [size for size, *_ in found]
     lists = []
     for which in (1, 2):

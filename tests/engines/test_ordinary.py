@@ -111,7 +111,7 @@ def test_the_compile_option_is_ordinary_autograd(exported: Exported) -> None:
 
 
 class Shared(nn.Module):
-    """One gradient for two parameters, and one that is the batch."""
+    """One value is the gradient of two parameters, and one gradient is the input itself."""
 
     def __init__(self) -> None:
         super().__init__()

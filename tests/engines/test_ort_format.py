@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import shutil
 from pathlib import Path
 
 import pytest
 
 import torch_ort_ckpt as toc
-from tests.models import batch, exported
+from tests.models import batch, exported, in_ort_format
 from tests.official import assert_same
-from torch_ort_ckpt.graphs.gradients.ort_builder import quiet_stderr
 
 pytestmark = pytest.mark.ort
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from onnxruntime.tools.convert_onnx_models_to_ort import OptimizationStyle, convert_onnx_models_to_ort
-
-    place, work = tmp_path_factory.mktemp("ort"), tmp_path_factory.mktemp("onnx")
-    for name in ("training_model", "eval_model", "optimizer_model"):
-        shutil.copy(exported("mlp").folder / f"{name}.onnx", work)
-        with quiet_stderr(), contextlib.redirect_stdout(io.StringIO()):
-            convert_onnx_models_to_ort(work / f"{name}.onnx", output_dir=work, optimization_styles=[OptimizationStyle.Fixed])
-        shutil.copy(work / f"{name}.ort", place)
-    shutil.copy(exported("mlp").folder / "checkpoint", place)
-    return place
+    return in_ort_format("mlp", tmp_path_factory.mktemp("ort"))
 
 
 def test_they_are_found_and_described(folder: Path) -> None:

@@ -134,7 +134,7 @@ def test_optimizers_train_it_and_its_checkpoint_goes_on(kind: str, dtype: torch.
 
 
 def test_what_is_made_of_integers_is_not_rounded_before_it_must_be() -> None:
-    """Positions of a long sequence: bfloat16 knows no odd number beyond 256."""
+    """Positions of a long sequence: bfloat16 can't represent odd numbers above 256."""
     text = """agraph (float[n] x, int64[n] places) => (float[n] y)
     <float rate = {0.001}>
     { numbers = Cast<to = 1>(places)  angles = Mul(numbers, rate)  waves = Sin(angles)  y = Mul(x, waves) }"""

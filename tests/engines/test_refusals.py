@@ -1,4 +1,4 @@
-"""Graphs that take the process down in ONNX Runtime 1.19.2 are rewritten or refused before they run."""
+"""Graphs that crash ONNX Runtime 1.19.2 are rewritten or refused before they run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> toc.Artifacts:
 
 
 def test_average_pool_with_a_dynamic_batch(pooled: toc.Artifacts) -> None:
-    """Its gradient is rewritten: as it stands, it would crash (see below)."""
+    """Its gradient is rewritten; without that ORT crashes (see below)."""
     torch.manual_seed(0)
     native = Pooled()
     for options in ({}, {"dimensions": {"batch": 4}}):
@@ -53,7 +53,7 @@ def test_average_pool_with_a_dynamic_batch(pooled: toc.Artifacts) -> None:
 @pytest.mark.parametrize("pool", [nn.AvgPool2d(2), nn.MaxPool2d(2)], ids=["average", "maximum"])
 @pytest.mark.parametrize("norm", [nn.Identity(), nn.BatchNorm2d(4)], ids=["plain", "norm"])
 def test_a_pool_behind_a_dynamic_height(pool: nn.Module, norm: nn.Module, tmp_path: Path) -> None:
-    """The graph has no name for the height in front of the pool, which is not the input's."""
+    """The height in front of the pool differs from the input's and has no name in the graph."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 2), norm, pool, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
     x, y = torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,))
@@ -61,7 +61,7 @@ def test_a_pool_behind_a_dynamic_height(pool: nn.Module, norm: nn.Module, tmp_pa
     artifacts = toc.export_artifacts(net, {"input": x}, tmp_path, exporter="torchscript", dynamic_shapes=axes)
     with pytest.raises(toc.CheckpointError, match=r"Pool.*(SIGFPE|segmentation fault).*dimensions="):
         toc.OrtModule(artifacts, engine="ort")(x, y)
-    assert toc.OrtModule(artifacts).engine.name == "torch"  # "auto" goes around what ORT can't do
+    assert toc.OrtModule(artifacts).engine.name == "torch"  # "auto" avoids what ORT can't run
     loss = F.cross_entropy(net(x), y)
     loss.backward()
     for sizes in ({"batch": 4, "height": 8}, {"height": 8}):
@@ -80,7 +80,8 @@ def make_open() -> nn.Module:
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> toc.Artifacts:
     dimensions = {"input": {0: "batch", 2: "height", 3: "width"}}
-    return toc.export_artifacts(make_open(), (torch.randn(4, 3, 8, 8),), tmp_path_factory.mktemp("opened"), dynamic_shapes=dimensions)
+    folder = tmp_path_factory.mktemp("opened")
+    return toc.export_artifacts(make_open(), (torch.randn(4, 3, 8, 8),), folder, dynamic_shapes=dimensions, builder="ort")
 
 
 def test_max_pool_with_a_dynamic_height(opened: toc.Artifacts) -> None:
@@ -88,7 +89,7 @@ def test_max_pool_with_a_dynamic_height(opened: toc.Artifacts) -> None:
     with pytest.raises(toc.CheckpointError, match=r"MaxPool.*segmentation fault.*dimensions="):
         toc.OrtModule(opened, engine="ort")(x, y)
     assert toc.OrtModule(opened).engine.name == "torch"
-    model = toc.OrtModule(opened, engine="ort", dimensions={"height": 8, "width": 8}, threads=1)  # the batch may stay open
+    model = toc.OrtModule(opened, engine="ort", dimensions={"height": 8, "width": 8}, threads=1)  # the batch may stay symbolic
     torch.testing.assert_close(model(x, y), F.cross_entropy(make_open()(x), y))
 
 
@@ -103,7 +104,7 @@ def unrepaired(tmp_path_factory: pytest.TempPathFactory) -> toc.Artifacts:
 
 @pytest.mark.parametrize("which", ["unrepaired", "opened"])
 def test_ort_itself_dies_of_it(which: str, request: pytest.FixtureRequest) -> None:
-    """The reason for the refusal; when a later ORT survives this, the refusal can go."""
+    """The reason for the refusal. If this fails with a later ORT, the refusal can be removed."""
     artifacts: toc.Artifacts = request.getfixturevalue(which)
     code = (
         "import numpy as np, sys\nfrom onnxruntime.training import api\n"
@@ -130,7 +131,7 @@ def test_a_recurrent_layer_with_frozen_weights(tmp_path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match=r"LSTM.*segmentation fault.*weights are frozen"):
         toc.export_artifacts(module("lstm"), (batch("lstm")[0],), tmp_path, frozen=["lstm.weight_*"], exporter="torchscript")
     assert not (tmp_path / "training_model.onnx").exists()
-    # Frozen by PyTorch instead: the graph computes the gradient, nobody uses it.
+    # Frozen by PyTorch instead: the graph computes the gradient, and it is not used.
     model = toc.OrtModule(exported("lstm"), threads=1)
     assert isinstance(module("lstm"), LSTM)
     model.lstm.requires_grad_(False)
@@ -141,7 +142,7 @@ def test_a_recurrent_layer_with_frozen_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 def test_a_loop_over_parameters(exporter: str, tmp_path: Path) -> None:
-    """ORT's gradient builder dies of one of them (segmentation fault) and fails at the other."""
+    """ORT's gradient builder crashes on one of them (segmentation fault) and fails on the other."""
     net = nn.Sequential(nn.EmbeddingBag(10, 6, mode="mean"), nn.Linear(6, 5))
     with pytest.raises(toc.CheckpointError, match=r"Loop.*no gradient for Loop.*EmbeddingBag"):
         toc.export_artifacts(net, (torch.randint(0, 10, (4, 5)),), tmp_path, exporter=exporter)

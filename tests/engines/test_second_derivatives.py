@@ -1,4 +1,4 @@
-"""Gradients of gradients: engine "torch" computes them, whatever can't refuses instead of leaving them out."""
+"""Gradients of gradients: engine "torch" computes them; everything that can't raises an error instead of returning wrong gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_engine_torch_computes_a_gradient_penalty_as_pytorch_does(name: str) -> 
     ours = dict(model.named_parameters())
     for key, parameter in native.named_parameters():
         scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(ours[key].grad, parameter.grad, rtol=1e-3, atol=1e-4 * scale + 1e-7)
+        near = 1e-4 * scale + 1e-5  # a bias before a norm has a gradient of zero
+        torch.testing.assert_close(ours[key].grad, parameter.grad, rtol=1e-3, atol=near)
 
 
 def by_grad(model: Any, loss: torch.Tensor) -> None:

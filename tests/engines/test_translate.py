@@ -1,8 +1,7 @@
-"""The translator: which part of a graph it takes, how shapes stay Python ints, control flow, and what it says when it can't."""
+"""The translator: which part of a graph it takes, how shapes stay Python ints, control flow, and its error messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from onnx import TensorProto, helper, parser
 
 import torch_ort_ckpt as toc
 from tests.truth import DATA
-from torch_ort_ckpt.graphs.translation import registry, supported_ops, translate
+from torch_ort_ckpt.graphs.translation import supported_ops, translate
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 
@@ -24,14 +23,6 @@ def model(text: str, opset: int = 18, domains: str = "") -> onnx.ModelProto:
 
 def calls(translation: Any) -> list[Any]:
     return [node.target for node in translation.module.graph.nodes if node.op == "call_function"]
-
-
-@pytest.fixture
-def _restored_registry() -> Iterator[None]:
-    before = {key: list(value) for key, value in registry._OPS.items()}
-    yield
-    registry._OPS.clear()
-    registry._OPS.update(before)
 
 
 def test_only_the_forward_part_of_a_training_graph_is_taken() -> None:

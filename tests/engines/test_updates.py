@@ -1,4 +1,4 @@
-"""The torch updates against onnxruntime executing the same optimizer node, twenty steps in."""
+"""The torch updates against onnxruntime executing the same optimizer node, for twenty steps."""
 
 from __future__ import annotations
 

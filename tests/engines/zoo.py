@@ -137,7 +137,10 @@ class Block(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Queries and keys turned by position before attention, and an RMS norm."""
+    """Rotary position embeddings before attention, and an RMS norm."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class Exploit:
 
 def test_nothing_in_the_index_is_executed(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Exploit()))
-    with pytest.raises(toc.CheckpointError, match=r"asks for builtins\.exec"):
+    with pytest.raises(toc.CheckpointError, match=r"refers to builtins\.exec"):
         toc.load(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""DCP folders: everything that PyTorch writes is read, and a folder that someone made to do harm can't run code, lie or take memory."""
+"""DCP folders: everything that PyTorch writes is read, and a malicious folder can't run code, give wrong data or exhaust memory."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_ort_ckpt as toc
+from tests.refusals import refused
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 
 from ..fuzz.mutate import limited_memory, peak_memory
@@ -71,15 +72,6 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path / "c")
-
-
-def refused(path: Path, message: str, kind: type[toc.CheckpointError] = toc.CheckpointError) -> toc.CheckpointError:
-    with pytest.raises(kind, match=message) as caught:
-        toc.load(path)
-    assert caught.value.path is not None
-    assert caught.value.path.startswith(str(path))
-    assert not toc.verify(path)
-    return caught.value
 
 
 # What PyTorch writes
@@ -194,7 +186,7 @@ def test_an_index_can_not_reach_a_class(folder: Folder) -> None:
     good = pickle.dumps(folder.index, 2)
     for kind in (b"torch.distributed.checkpoint.metadata\nStorageMeta", b"torch.distributed.checkpoint.filesystem\n_StoragePrefix"):
         attack = b"\x80\x02c" + kind + b"\nN}X\x06\x00\x00\x00pwned!K\x01s\x86b0"
-        error = refused(folder.write(attack + good[2:]), "no new object", CorruptFileError)
+        error = refused(folder.write(attack + good[2:]), "not a new object", CorruptFileError)
         assert error.path == str(folder.path / ".metadata")
     assert not hasattr(metadata.StorageMeta, "pwned!")
     assert not hasattr(filesystem._StoragePrefix, "pwned!")
@@ -212,7 +204,7 @@ def test_an_index_can_not_reach_a_class(folder: Folder) -> None:
     ],
 )
 def test_other_names_are_refused_by_name(content: bytes, folder: Folder) -> None:
-    error = refused(folder.write(content), "its index asks for", UnsupportedError)
+    error = refused(folder.write(content), "its index refers to", UnsupportedError)
     assert "runs no code" in str(error)
 
 
@@ -249,7 +241,7 @@ def test_no_unpickler_is_called_at_all(format: str, tmp_path: Path, monkeypatch:
         assert toc.load(tmp_path / "c", format=format, mmap=mmap) == state
 
 
-# Lies
+# Wrong claims about the data
 
 
 TWO = torch.ones(2)
@@ -339,11 +331,11 @@ def test_extensions_are_named(folder: Folder) -> None:
     refused(folder.write(), "extension of DCP", UnsupportedError)
 
 
-# Fields that PyTorch itself stumbles over
+# Fields that PyTorch itself fails on
 
 
 def _properties(**values: Any) -> Any:
-    """TensorProperties whose pickle says what it likes."""
+    """TensorProperties with arbitrary fields in its pickle."""
 
     class Odd:
         def __reduce__(self) -> Any:
@@ -361,7 +353,7 @@ def test_a_bad_memory_format_or_device_does_not_matter_or_is_our_error(folder: F
         assert torch.equal(toc.load(folder.write()).trainable["w"], torch.ones(2))
     entry.properties = _properties()
     good = pickle.dumps(folder.index, 2)
-    device = b"ctorch\ndevice\nX\x07\x00\x00\x00no such\x85R0"  # made and dropped: only an unpickler would stumble
+    device = b"ctorch\ndevice\nX\x07\x00\x00\x00no such\x85R0"  # created and dropped: only a real unpickler would fail
     assert torch.equal(toc.load(folder.write(good[:2] + device + good[2:])).trainable["w"], torch.ones(2))
     for kind in (torch.Size([2]), "float32", None, 5, torch.strided):
         entry.properties = _properties(dtype=kind)
@@ -385,7 +377,7 @@ def test_a_step_that_is_no_number_is_refused(step: torch.Tensor, tmp_path: Path)
 
 
 def test_a_short_index_takes_little_memory(folder: Folder) -> None:
-    """Python's own unpickler allocates a table as long as the largest number of its memo: 2 GB for nine bytes."""
+    """Python's own unpickler allocates a memo table as large as the largest index: 2 GB for nine bytes."""
     notes = [b"\x80\x04}r" + struct.pack("<I", number) + b"." for number in (1 << 24, 1 << 27, (1 << 32) - 1)]
     lengths = [b"\x80\x04" + code + b"\xff\xff\xff\x7f." for code in (b"B", b"X", b"\x8b")]
     for content in notes + lengths:
@@ -407,7 +399,7 @@ def test_many_names_for_one_chunk_are_refused(folder: Folder) -> None:
         folder.index.state_dict_metadata[f"w{number}"] = entry
         folder.index.storage_data[MetadataIndex(f"w{number}", (0,))] = place
     with limited_memory():
-        refused(folder.write(), "larger than the files are", CorruptFileError)
+        refused(folder.write(), "larger than the files", CorruptFileError)
 
 
 def test_chunks_that_share_bytes_are_refused(folder: Folder) -> None:
@@ -422,7 +414,7 @@ def test_a_chunk_of_equal_elements_is_not_a_bomb(folder: Folder) -> None:
     """A stride of zero claims any number of elements."""
     folder.tensor("w", (1 << 40,), [((0,), torch.zeros(1).expand(1 << 40))], dtype=torch.float32)
     with limited_memory():
-        refused(folder.write(), "larger than the files are", CorruptFileError)
+        refused(folder.write(), "larger than the files", CorruptFileError)
 
 
 def change_directory(data: bytes, change: Callable[[bytearray, int], None]) -> bytes:

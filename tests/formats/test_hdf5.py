@@ -1,4 +1,4 @@
-"""HDF5 read in place: the same tree as h5py reads, in every layout; what leads out of the file, or would not end, is refused."""
+"""HDF5 read in place: the same tree as h5py reads, in every layout; links out of the file and endless structures are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _add(file: Any, group: Any, kind: str, secret: Path) -> None:
     elif kind == "external storage":
         group.create_dataset("w", (4,), "f4", external=[(str(secret), 0, 16)])
     elif kind == "chunked":
-        group.create_dataset("w", (1 << 40,), "f4", chunks=(1 << 10,))  # four terabytes of nothing in a small file
+        group.create_dataset("w", (1 << 40,), "f4", chunks=(1 << 10,))  # four terabytes of unallocated data in a small file
     elif kind == "compressed":
         group.create_dataset("w", data=ones, compression="gzip")
     elif kind == "twice":

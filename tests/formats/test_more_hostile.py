@@ -1,4 +1,4 @@
-"""Attacks that need a second look: HDF5 of the newer layout, names of interrupted saves, notes that are nested too deeply."""
+"""More malicious files: HDF5 of the newer layout, names of interrupted saves, metadata that is nested too deeply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that came back changed without a word before: equal now, or refused by name, or warned about. `tests/fuzz` looks for more."""
+"""States that earlier versions changed silently: now equal, refused, or named in a warning. `tests/fuzz` looks for more."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_notes_of_earlier_releases_still_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["safetensors", "torch", "dcp"])
 def test_what_is_shared_in_memory_can_be_read_again(variant: str, tmp_path: Path) -> None:
-    """Readers refuse files that ask for far more than they hold: one weight under many names, or one number expanded, must not."""
+    """Readers refuse files that ask for far more than they hold: one weight under many names, or one number expanded, must not make one."""
     chosen = VARIANTS[variant]
     value = torch.arange(300_000, dtype=torch.float32)
     tied = toc.CheckpointState({f"w{number}": value for number in range(70)})

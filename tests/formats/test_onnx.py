@@ -1,4 +1,4 @@
-"""Weights into and out of ONNX models, with `onnx` itself as the judge."""
+"""Weights into and out of ONNX models, checked with the `onnx` package."""
 
 from __future__ import annotations
 

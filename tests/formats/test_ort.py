@@ -89,7 +89,7 @@ def test_an_inline_save_takes_the_old_sidecar_away(tmp_path: Path) -> None:
     assert (tmp_path / "c.data").exists()
     toc.save(adamw(), tmp_path / "c")
     assert [place.name for place in tmp_path.iterdir()] == ["c"]
-    (tmp_path / "c.data").write_text("somebody else's")  # not the data of this checkpoint: none of our business
+    (tmp_path / "c.data").write_text("somebody else's")  # not the data of this checkpoint: left alone
     toc.save(adamw(), tmp_path / "c")
     assert (tmp_path / "c.data").read_text() == "somebody else's"
 
@@ -159,14 +159,14 @@ class TestAliases:
     def test_that_disagree_are_an_error_in_strict_mode(self, tmp_path: Path) -> None:
         state = self.state()
         state.mixed_precision["fc1.bias"] = (state.trainable["fc1.bias"] + 1).half()
-        toc.formats.module("ort").write(state, tmp_path / "c")  # as ORT would write it, which does not look
+        toc.formats.module("ort").write(state, tmp_path / "c")  # as ORT would write it, which does not check
         assert toc.load(tmp_path / "c").stale_aliases() == ["fc1.bias"]
         with pytest.raises(toc.CheckpointError, match="differ from their rounded masters"):
             toc.load(tmp_path / "c", strict=True)
 
 
 class TestGroups:
-    """ORT trains only from a complete `group0`; what we change to give it one is undone on our way back."""
+    """ORT trains only from a complete `group0`; what we change to give it one is undone when we load the file."""
 
     def test_a_group_of_another_name(self, tmp_path: Path) -> None:
         state = adamw()

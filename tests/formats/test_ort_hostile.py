@@ -1,4 +1,4 @@
-"""Flatbuffer checkpoints that someone made to do harm, or that a later release may write."""
+"""Malicious flatbuffer checkpoints, and files that a later release may write."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain() -> bytes:
 
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """How much Python works, in calls: the same on every machine."""
+    """The number of Python calls: a measure of work that is the same on every machine."""
     count = [0]
 
     def called(frame: object, event: str, argument: object) -> None:
@@ -310,7 +310,7 @@ def test_what_is_not_such_a_file(content: bytes, path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match="not a checkpoint in any known format") as caught:
         toc.load(path)
     assert caught.value.path == str(path)
-    with pytest.raises(CorruptFileError, match="does not start like"):
+    with pytest.raises(CorruptFileError, match="does not start with"):
         toc.load(path, format="ort")
 
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime itself reads what we write, and goes on training to the same bits; and what it does with what it would not write itself."""
+"""ONNX Runtime reads what we write and continues training bit for bit; and how it treats files that it would not write itself."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_moments_that_pytorch_had_not_yet_made_are_no_obstacle_to_ort(tmp_path: 
     """`torch.optim` has no state for a parameter that never had a gradient; ORT refuses to train without."""
     truth = Truth(ADAMW)
     state = toc.load(truth.checkpoint)
-    state.optimizer["decay"] = group = state.optimizer.pop("group0")  # nor does ORT look at a group of another name
+    state.optimizer["decay"] = group = state.optimizer.pop("group0")  # ORT ignores a group of another name
     for moments in group.states.values():
         for value in moments.values():
             value.zero_()

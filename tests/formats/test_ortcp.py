@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_ort_ckpt as toc
+from tests.refusals import why_refused
 from torch_ort_ckpt.errors import UnsupportedError
 
 from ..strategies import states
@@ -70,7 +71,7 @@ def test_what_we_write_has_the_tree_that_ort_wrote(place: Path, tmp_path: Path) 
 def test_any_state_that_hdf5_can_hold_survives(state: toc.CheckpointState, mmap: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.ortcp"
-        refusal = _refusal(state, path, format="ortcp")
+        refusal = why_refused(state, path, format="ortcp")
         if refusal is None:
             assert toc.load(path, mmap=mmap) == state
         else:
@@ -188,12 +189,3 @@ def _assert_same_tree(ours: Any, theirs: Any) -> None:
         else:
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             assert np.array_equal(a[()], b[()])
-
-
-def _refusal(state: toc.CheckpointState, path: Path, **options: Any) -> str | None:
-    """Why the state was not saved; None if it was."""
-    try:
-        toc.save(state, path, include_mixed_precision=True, durable=False, **options)
-    except UnsupportedError as error:
-        return error.message
-    return None

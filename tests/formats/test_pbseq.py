@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_ort_ckpt as toc
+from tests.refusals import why_refused
 from torch_ort_ckpt.errors import UnsupportedError
 from torch_ort_ckpt.formats.onnx import protobuf
 from torch_ort_ckpt.storage.buffers import FileBuffer
@@ -61,7 +61,7 @@ def test_any_state_survives(state: toc.CheckpointState, mmap: bool) -> None:
 def test_several_groups_survive_when_kept(state: toc.CheckpointState) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
-        refusal = _refusal(state, path, format="pbseq", groups="keep")
+        refusal = why_refused(state, path, format="pbseq", groups="keep")
         if refusal is None:
             assert toc.load(path) == state
         else:
@@ -177,12 +177,3 @@ def _read_back(proto: onnx.TensorProto, folder: Path) -> dict[str, torch.Tensor]
 
 def _bytes(value: torch.Tensor) -> memoryview:
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _refusal(state: toc.CheckpointState, path: Path, **options: Any) -> str | None:
-    """Why the state was not saved; None if it was."""
-    try:
-        toc.save(state, path, include_mixed_precision=True, durable=False, **options)
-    except UnsupportedError as error:
-        return error.message
-    return None

@@ -1,4 +1,4 @@
-"""`runner`: TrainingRunner's folders load bit for bit, are written byte for byte, and can't lead outside themselves."""
+"""`runner`: TrainingRunner's folders load bit for bit, are written byte for byte, and can't refer to files outside the folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -14,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.errors import UnsupportedError
+from tests.refusals import why_refused
 from torch_ort_ckpt.formats.legacy import moments
 from torch_ort_ckpt.formats.onnx import protobuf
 
@@ -70,7 +69,7 @@ def test_every_file_is_written_byte_for_byte(name: str, tmp_path: Path) -> None:
 def test_any_state_without_strings_survives(state: toc.CheckpointState) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
-        refusal = _refusal(state, path, format="runner")
+        refusal = why_refused(state, path, format="runner")
         if refusal is None:
             assert toc.load(path) == state
         else:
@@ -164,12 +163,3 @@ def _protos(folder: Path) -> list[onnx.TensorProto]:
 def _property(folder: Path, name: str) -> str | None:
     entries = [onnx.StringStringEntryProto.FromString(message) for message in _messages(folder / "properties.pbseq")]
     return next((entry.value for entry in entries if entry.key == name), None)
-
-
-def _refusal(state: toc.CheckpointState, path: Path, **options: Any) -> str | None:
-    """Why the state was not saved; None if it was."""
-    try:
-        toc.save(state, path, include_mixed_precision=True, durable=False, **options)
-    except UnsupportedError as error:
-        return error.message
-    return None

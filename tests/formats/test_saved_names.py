@@ -149,7 +149,7 @@ def test_one_form_replaces_the_other(first: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore::torch_ort_ckpt.CheckpointWarning")  # "the last save was interrupted"
 def test_a_single_file_that_can_not_be_removed_stays_and_counts(tmp_path: Path) -> None:
-    """Shards over a single file: as long as that is there it is the checkpoint, and the save has failed."""
+    """Shards saved over a single file: as long as the single file exists it is the checkpoint, and the save has failed."""
     path = tmp_path / "m.safetensors"
     toc.save(state(1.0), path, include_optimizer=False)
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
@@ -178,7 +178,7 @@ def test_a_single_file_that_can_not_be_removed_stays_and_counts(tmp_path: Path) 
 
 
 def test_a_killed_change_of_form_leaves_one_checkpoint(tmp_path: Path) -> None:
-    """An index beside a single file, as a save of shards leaves them that was killed before its commit: the single file counts."""
+    """An index beside a single file, which a save of shards leaves when it is killed before its commit: the single file is loaded."""
     path = tmp_path / "m.safetensors"
     toc.save(state(2.0), path, **SHARDED)
     toc.save(state(1.0), tmp_path / "other" / "m.safetensors")
@@ -191,7 +191,7 @@ def test_a_killed_change_of_form_leaves_one_checkpoint(tmp_path: Path) -> None:
 
 
 def test_folders_of_several_checkpoints_do_not_take_parts_for_checkpoints(tmp_path: Path) -> None:
-    """`load` of a folder reads one checkpoint, or all ranks: shards and optimizer files are parts of theirs."""
+    """`load` of a folder reads one checkpoint, or all ranks: shards and optimizer files belong to their checkpoint."""
     toc.save(state(), tmp_path / "one" / "m.safetensors", **SHARDED)
     assert toc.load(tmp_path / "one") == state()
     assert toc.detect(tmp_path / "one") == "safetensors"

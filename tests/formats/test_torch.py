@@ -12,17 +12,9 @@ import torch
 from torch import nn
 
 import torch_ort_ckpt as toc
+from tests.models import trained
 
 from ..truth import Truth
-
-
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    model(torch.rand(5, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth"])

@@ -1,4 +1,4 @@
-"""`torch.save` files that someone made to do harm, or that hold what a checkpoint can't: tensors, sizes, names and nesting."""
+"""Malicious `torch.save` files, and files with content that a checkpoint can't hold: tensors, sizes, names and nesting."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import torch_ort_ckpt as toc
+from tests.refusals import refused
 from torch_ort_ckpt.checkpoint.state import same_tensor
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 
@@ -32,15 +33,6 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def save(weights: Any, path: Path, **more: Any) -> Path:
     torch.save({"model": weights, **more}, path)
     return path
-
-
-def refused(path: Path, message: str, kind: type[toc.CheckpointError] = toc.CheckpointError) -> toc.CheckpointError:
-    for mmap in (True, False):
-        with pytest.raises(kind, match=message) as caught:
-            toc.load(path, mmap=mmap)
-        assert caught.value.path == str(path)
-    assert not toc.verify(path)
-    return caught.value
 
 
 def pickled(path: Path, content: bytes, records: dict[str, bytes] | None = None) -> Path:
@@ -240,7 +232,7 @@ def test_storages_of_other_types_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_small_legacy_file_takes_little_memory(tmp_path: Path) -> None:
-    """PyTorch allocates what the pickle says before it looks at the file."""
+    """PyTorch allocates the size that the pickle claims before it reads the data."""
     file = io.BytesIO()
     torch.save({"w": torch.arange(4.0)}, file, _use_new_zipfile_serialization=False)
     data = file.getvalue()
@@ -362,7 +354,7 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [20, 24])  # both sizes of the first record
 def test_a_record_that_claims_gigabytes_is_not_looked_for_in_vain(at: int, tmp_path: Path) -> None:
-    """Whether a file is of this format is asked first: that must not believe the directory either."""
+    """Format detection reads the archive's directory first, and must not trust it either."""
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "x")
     data = bytearray((tmp_path / "x").read_bytes())
     with zipfile.ZipFile(tmp_path / "x") as archive:

@@ -22,7 +22,7 @@ TOKENS, CLASSES = 4, 5
 
 @dataclass
 class Choices:
-    """Small numbers that decide everything about a case. When they run out, every choice is 0, the plainest."""
+    """Small numbers that determine a test case. When they run out, every choice is 0, the simplest one."""
 
     numbers: Sequence[int]
     used: int = 0

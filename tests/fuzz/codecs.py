@@ -1,4 +1,4 @@
-"""The codecs of each format for `structure`: written here anew, so that they share no mistake with the readers under test."""
+"""The codecs of each format for `structure`: written independently, so that they share no mistake with the readers under test."""
 
 from __future__ import annotations
 
@@ -130,6 +130,7 @@ def _to_varint(value: int) -> bytes:
 
 def _message(data: bytes, schema: dict[int, Any] | None) -> list[list[Any]]:
     fields, position = [], 0
+    value: Any
     while position < len(data):
         key, position = _varint(data, position)
         number, wire = key >> 3, key & 7
@@ -278,7 +279,7 @@ def decode_pickle(data: bytes) -> Any:
             ops.append(["text", argument])
         elif op.name in ("BININT", "BININT1", "BININT2", "LONG1"):
             ops.append(["number", argument])
-        elif op.name != "FRAME":  # lengths that need not be there
+        elif op.name != "FRAME":  # optional lengths
             ops.append(data[position:end])
     return ops
 

@@ -1,4 +1,4 @@
-"""One random chain on engine "ort", engine "torch" and in plain PyTorch; and a process to do it in, since ORT may die of it.
+"""One random chain on engine "ort", engine "torch" and in plain PyTorch; and a process to do it in, since ORT may crash.
 
 A case is plain data: `{"numbers": [...], "layers": [[name, [...]], ...], "batches": [...], "threads": 1}`.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import torch_ort_ckpt as toc
-from torch_ort_ckpt.graphs.passes.forward import repair_forward
+from torch_ort_ckpt.graphs.passes.pipelines import repair_forward
 
 from . import shape_layers
 from .chains import Chain, Choices
@@ -48,7 +48,7 @@ def build(case: Case) -> Chain:
 
 
 def check(case: Case) -> str:
-    """What became of it: "equal", "wrong ..." with what differs, or why a part of ORT refuses it."""
+    """The outcome: "equal", "wrong ..." with the difference, or why ORT refuses it."""
     chain = build(case)
     with tempfile.TemporaryDirectory() as folder:
         reason = generate(chain, Path(folder))
@@ -106,7 +106,7 @@ def compare(chain: Chain, case: Case, folder: Path) -> str:
             found = {"loss": loss.detach(), **{name: getattr(model, name).detach() for name in chain.statistics}}
             found |= {f"gradient of {name}": getattr(model, name).grad for name in artifacts.trainable}
             for name, off in differences(found, expected).items():
-                # ORT's approximations of tanh and sigmoid leave less of a gradient that is small beside the others than PyTorch's do.
+                # ORT approximates tanh and sigmoid: small gradients are less exact than PyTorch's.
                 if not off <= max(1e-2 if name.startswith("gradient") else 1e-3, noise):
                     return f"wrong {name} ({model.engine.name}, batch {size}): off by {off:.2g}"
     return "equal" if refused is None else f"refused: {refused}"
@@ -121,7 +121,7 @@ def results(chain: Chain, batch: dict[str, Tensor], parameters: dict[str, Tensor
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Relative to each tensor's largest element; what is nothing beside the largest gradient of all counts as zero."""
+    """Relative to each tensor's largest element; values that are tiny compared with the largest gradient of all count as zero."""
     largest = max(float(value.abs().max()) for name, value in expected.items() if name.startswith("gradient"))
     return {
         name: float(torch.nan_to_num(value.double() - expected[name].reshape(value.shape), math.inf).abs().max())
@@ -131,7 +131,7 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
 
 
 class Worker:
-    """Checks cases in another process, and starts a new one when ORT takes it down."""
+    """Checks cases in another process, and starts a new one when ORT crashes it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

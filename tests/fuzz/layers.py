@@ -281,7 +281,7 @@ def activation_with_settings(chain: Chain, choices: Choices) -> None:
 
 @layer
 def positive(chain: Chain, choices: Choices) -> None:
-    """Functions that want values above zero; not too large ones, of which rounding would leave nothing."""
+    """Functions that want values above zero; not too large, or rounding would dominate."""
     (bounded,) = chain.add("Tanh", [chain.current], torch.tanh)
     (squared,) = chain.add("Mul", [bounded, bounded], torch.mul)
     (value,) = chain.add("Add", [squared, chain.constant(0.5, np.float32)], lambda x: x + 0.5)

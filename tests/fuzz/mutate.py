@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -38,7 +39,7 @@ def files_per_part(ordinary: int) -> int:
 
 @dataclass(frozen=True)
 class Spot:
-    """A number in a file that its structure hangs on: an offset, a count, a size, a type."""
+    """A number that the file's structure depends on: an offset, a count, a size, a type."""
 
     position: int
     size: int
@@ -71,7 +72,7 @@ def sample(checkpoint: Path, spots: Callable[[bytes], list[Spot]] | None = None,
 
 @dataclass(frozen=True)
 class Mutant:
-    """What to put on disk, and how it came about."""
+    """The files of a mutant, and how it was made."""
 
     files: dict[str, bytes]
     target: str
@@ -211,7 +212,7 @@ _BLIND = (_flip_bits, _flip_bits, _poke_number, _poke_number, _truncate, _append
 
 @dataclass
 class Report:
-    """What a run saw."""
+    """Counts of the outcomes of a run."""
 
     files: int = 0
     loaded: int = 0
@@ -237,7 +238,7 @@ PEAK = 64
 def run(
     samples: Sequence[Sample], folder: Path, *, seed: int, files: int, format: str, checksums: bool = False, **save_options: Any
 ) -> Report:
-    """Make `files` mutants and hold each against the contract; raises `AssertionError` with the mutant's story at the first breach.
+    """Make `files` mutants and check each against the contract; raises `AssertionError` with the mutant's history at the first violation.
 
     `checksums`: the format has some, which are checked when everything is read but not when it is mapped.
     """
@@ -290,7 +291,9 @@ def check(
             _check_state(mapped, mapped, size)
             report.refused["checksum"] += 1
         elif isinstance(mapped, toc.CheckpointError) or isinstance(read, toc.CheckpointError):
-            assert checksums or (type(mapped) is type(read) and str(mapped) == str(read)), f"mapped: {mapped!r}, read: {read!r}"
+            assert checksums or (type(mapped) is type(read) and _without_reason(mapped) == _without_reason(read)), (
+                f"mapped: {mapped!r}, read: {read!r}"
+            )
             assert isinstance(mapped, toc.CheckpointError), f"read: {read!r}"
             assert isinstance(read, toc.CheckpointError), f"mapped: {mapped!r}"
             _check_error(read, place)
@@ -308,6 +311,11 @@ def _load(path: Path, *, mmap: bool) -> toc.CheckpointState | toc.CheckpointErro
         return toc.load(path, mmap=mmap)
     except toc.CheckpointError as error:
         return error
+
+
+def _without_reason(error: object) -> str:
+    """The message without the safetensors package's own reason: of several faults in a header it names any one."""
+    return re.sub(r"malformed header \(.*\)", "malformed header", str(error))
 
 
 def _check_error(error: toc.CheckpointError, place: Path) -> None:
@@ -344,8 +352,7 @@ def _check_round_trip(state: toc.CheckpointState, out: Path, format: str, option
 
 @contextlib.contextmanager
 def deadline() -> Iterator[None]:
-    """A hang in Python code becomes an error; one in C code is left to pytest-timeout. Counts this process's own time, however busy the
-    machine is with others."""
+    """A hang in Python code becomes an error; one in C code is left to pytest-timeout. Counts the CPU time of this process only."""
 
     def expired(*_: object) -> None:
         raise TimeoutError(f"still busy after {DEADLINE} s")

@@ -1,4 +1,4 @@
-"""More layers for `Chain`: those that move elements about, reductions, recurrent layers and losses."""
+"""More layers for `Chain`: those that move elements, reductions, recurrent layers and losses."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def split(chain: Chain, choices: Choices) -> None:
     """Into uneven parts, joined again in another order, some of them changed or left out."""
     axis = axis_of(chain, choices)
     size = chain.shape[axis]
-    sizes, left = [], size
+    sizes: list[int] = []
+    left = size
     while left and len(sizes) < 3:
         sizes.append(left if len(sizes) == 2 else 1 + choices.pick(left))
         left -= sizes[-1]

@@ -1,4 +1,4 @@
-"""Odd training states: what no sane run has, and a file may yet be asked to hold. State number N of a seed is always the same.
+"""Odd training states: unlikely in a real run, but possible to save. State number N of a seed is always the same.
 
 Most parts of a state are plain; a few are odd, so that formats refuse some states for one reason each and keep the others.
 """
@@ -226,9 +226,9 @@ class _Maker:
 
     def strings(self) -> Any:
         shape = self.rng.choice(SHAPES)
-        texts = [self.rng.choice(("", "a", "é", "💾", "\x00", "a\x00b", "\udc80", "x" * 300)) for _ in range(math.prod(shape))]
+        texts: list[Any] = [self.rng.choice(("", "a", "é", "💾", "\x00", "a\x00b", "\udc80", "x" * 300)) for _ in range(math.prod(shape))]
         if texts and self.odd(0.5):
-            texts[0] = self.rng.choice((1, None, b"bytes", 1.5, "\ud800", np.str_("np")))  # type: ignore[call-overload]
+            texts[0] = self.rng.choice((1, None, b"bytes", 1.5, "\ud800", np.str_("np")))
         array = np.empty(len(texts), dtype=object)
         array[:] = texts
         return array.reshape(shape)

@@ -1,6 +1,6 @@
 """Mutations of structure rather than of bytes: a file is taken apart into nested Python data, changed there, and put together again.
 
-So lengths and checksums fit, and what is wrong lies deeper: parts in each other's place, parts of another file, values of another type.
+Lengths and checksums stay right, so that readers get to the content: exchanged parts, parts of another file, values of another type.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def change_structure(rng: random.Random, codec: Codec, content: bytes, donor: by
     try:
         tree = codec.decode(content)
         other = codec.decode(donor) if donor is not None else tree
-    except Exception:  # an earlier mutation was not so careful
+    except Exception:  # an earlier mutation may have broken the structure
         return None
     for _ in range(4):
         try:
@@ -103,7 +103,7 @@ def _another_number(rng: random.Random, container: Any, key: Any, places: list[P
     if isinstance(value, torch.Tensor):
         return _another_tensor(rng, container, key, places)
     if isinstance(value, (bytes, str)):
-        container[key] = rng.choice((value + value, value[: len(value) // 2], value[1:], value[:0]))
+        container[key] = rng.choice((value * 2, value[: len(value) // 2], value[1:], value[:0]))
     elif isinstance(value, (int, float)):
         numbers = [other[place] for other, place in places if isinstance(other[place], int)] or [0]
         near = int(value) if math.isfinite(value) else 0

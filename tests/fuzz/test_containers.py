@@ -19,7 +19,7 @@ STATES = ("fbv2_ort1_19_2_adamw_full", "fbv2_ort1_19_2_strings", "fbv2_ort1_19_2
 
 
 def rich(name: str) -> toc.CheckpointState:
-    """A state with something in every corner of the note beside the tensors."""
+    """A state that uses every field of the metadata stored beside the tensors."""
     state = toc.load(Truth(name).checkpoint)
     masters = [(weight, value) for weight, value in state.parameters.items() if getattr(value, "dtype", None) == torch.float32]
     state.mixed_precision.update((weight, value.half()) for weight, value in masters)
@@ -65,7 +65,7 @@ def zip_spots(data: bytes) -> list[Spot]:
 def test_mutants_load_or_are_refused(part: int, format: str, tmp_path: Path) -> None:
     report = run(samples_of(format, tmp_path), tmp_path, seed=part, files=files_per_part(600), format=format, checksums=format == "torch")
     print(report)
-    assert report.loaded or report.files < 500  # a short run may meet none that survives
+    assert report.loaded or report.files < 500  # in a short run every mutant may be refused
     assert sum(report.refused.values()) > report.files // 4
 
 

@@ -51,7 +51,7 @@ def test_mutants_load_or_are_refused(part: int, samples: list[Sample], tmp_path:
 
 
 def test_an_index_is_put_together_again(samples: list[Sample], tmp_path: Path) -> None:
-    """Taken apart and unchanged, it reads as before: what the mutants differ in is what was changed."""
+    """Decoded and encoded without a change, a folder reads as before: mutants differ only in what was mutated."""
     for number, one in enumerate(samples):
         place = tmp_path / str(number)
         place.mkdir()

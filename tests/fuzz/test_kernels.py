@@ -1,6 +1,6 @@
 """Random graphs of every operator that ORT has a gradient for: engine "ort" and engine "torch" compute what PyTorch computes, or refuse.
 
-Several batch sizes go through each graph in turn, so that nothing is left over from one to the next. `TOC_FUZZ_FILES` sets how many.
+Several batch sizes go through each graph in turn, so that state kept from one run would show in the next. `TOC_FUZZ_FILES` sets how many.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_random_graphs(case: Case, worker: Worker) -> None:
 
 @pytest.mark.parametrize("name", sorted(LAYERS))
 def test_every_layer_by_itself(name: str, worker: Worker) -> None:
-    """With the plainest choices, and some others."""
+    """With the simplest settings, and some others."""
     outcomes = []
     for seed in range(6 if not FILES else 40):
         numbers = [(seed * 37 + place * place * 11) % 64 if seed else 0 for place in range(24)]

@@ -1,4 +1,4 @@
-"""Odd states through every writable format: each comes back equal, or is refused, or is warned about. Never changed in silence."""
+"""Odd states through every writable format: each comes back equal, or is refused, or a warning says what changed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ REFUSED, EQUAL, WARNED = "refused", "equal", "warned"
 
 
 def outcome(state: toc.CheckpointState, variant: Variant, folder: Path) -> str:
-    """Save and load; raises `AssertionError` where something came back other than it was, with nobody told."""
+    """Save and load; raises `AssertionError` if something changed without a warning."""
     state = variant.of(state)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -22,7 +22,7 @@ def write(folder: Path, content: str, names: tuple[str, ...] = FILES, overwrite:
     with pending_set(folder, owns, overwrite=overwrite) as pending:
         for name in names:
             (pending.path / name).write_text(content)
-        pending.commit(names, overwrite=overwrite)
+        pending.commit(names)
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -100,9 +100,10 @@ def test_a_kill_at_any_moment_leaves_the_old_set_or_the_new_one(tmp_path: Path) 
 
 
 def test_folders_of_others_are_not_read_or_deleted(tmp_path: Path) -> None:
-    foreign = tmp_path / ".artifacts-01234567.commit"
+    foreign = tmp_path / ".artifacts.123-0123abcd.commit"
     foreign.mkdir()
     (foreign / "checkpoint").write_text("theirs")
+    (foreign / "set.json").write_text('{"files": ["checkpoint"], "replaces": []}')  # only the marker proves that a folder is ours
     write(tmp_path, "ours")
     assert content(tmp_path) == dict.fromkeys(FILES, "ours")
     assert (foreign / "checkpoint").read_text() == "theirs"

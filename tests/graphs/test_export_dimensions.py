@@ -28,7 +28,7 @@ class Recurrent(nn.Module):
 
 
 class Reshaping(nn.Module):
-    """Fixes the length by a number that the tracer takes from the example."""
+    """Uses the example's length as a Python number, which the tracer makes a constant."""
 
     def __init__(self) -> None:
         super().__init__()

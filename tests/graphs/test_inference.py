@@ -67,7 +67,7 @@ def test_any_value_inside_the_graph_can_be_asked_for(tmp_path: Path) -> None:
     native.load_state_dict(model.state_dict())
     torch.testing.assert_close(torch.from_numpy(found), native(x).detach(), rtol=1e-5, atol=1e-5)
     with pytest.raises(toc.CheckpointError, match="computes no 'nothing'"):
-        model.export_inference(tmp_path / "model.onnx", ["nothing"])
+        model.export_inference(tmp_path / "other.onnx", ["nothing"])
     onnx.checker.check_model(str(tmp_path / "model.onnx"))
 
 
@@ -94,7 +94,7 @@ def test_equal_to_ort_s_own_export(tmp_path: Path) -> None:
 
 
 def test_a_model_keeps_its_own_data_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a second export over the first is cut short, the model that is there has its own weights beside it."""
+    """If a second export over the first is interrupted at any point, the model on disk still has its own weights beside it."""
     model = trained("mlp", extra_outputs=True)
     x, _ = batch("mlp")
     monkeypatch.setattr(inference, "INLINE_LIMIT", 0)
@@ -108,7 +108,7 @@ def test_a_model_keeps_its_own_data_until_it_is_replaced(tmp_path: Path, monkeyp
         message = ""
         try:
             with failing(number, errno.ENOSPC, hit):
-                model.export_inference(tmp_path / "model.onnx")
+                model.export_inference(tmp_path / "model.onnx", overwrite=True)
         except toc.CheckpointError as error:
             message = str(error)
         found = run(tmp_path / "model.onnx", x=x)[0]

@@ -1,4 +1,4 @@
-"""The source that `to_torch_module` writes: right for whatever a graph calls its values, clean for ruff, and with types that resolve."""
+"""The source that `to_torch_module` writes: correct for any names in the graph, no ruff findings, with resolvable annotations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def load_module(path: Path) -> Any:
 
 
 def assert_clean(place: Path) -> None:
-    """ruff finds nothing to say with this project's rules about the file or the folder's files, and every annotation resolves."""
+    """ruff with this project's rules finds nothing in the file or the folder's files, and every annotation resolves."""
     pytest.importorskip("ruff")
     for command in (["check", "--output-format", "concise"], ["format", "--diff"]):
         arguments = [sys.executable, "-m", "ruff", *command, "--no-cache", "--config", str(ROOT / "pyproject.toml"), str(place)]
@@ -292,14 +292,6 @@ def test_two_constants_may_be_one_tensor(tmp_path: Path) -> None:
     x = torch.randn(100)
     torch.testing.assert_close(plain(x), (x + 2) * torch.arange(100))
     assert_clean(tmp_path / "model.py")
-
-
-@pytest.fixture
-def _restored_registry() -> Iterator[None]:
-    before = {key: list(value) for key, value in registry._OPS.items()}
-    yield
-    registry._OPS.clear()
-    registry._OPS.update(before)
 
 
 FACTORS = (2.0, 3.0)

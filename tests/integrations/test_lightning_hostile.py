@@ -1,4 +1,4 @@
-"""Lightning's own files through `OrtCheckpointIO`: no code of theirs runs unless the user says so."""
+"""Lightning's own files through `OrtCheckpointIO`: code in them runs only with weights_only=False."""
 
 from __future__ import annotations
 

@@ -190,3 +190,73 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "left out" in out.err
     assert str(tmp_path / "bad") in out.err
     assert toc.load(tmp_path / "mean") == state(1.0)
+
+
+def numbered(step: int, value: float = 1.0, initial_lr: float = 0.5, **properties: Any) -> toc.CheckpointState:
+    result = state(value, properties=properties)
+    result.optimizer["group0"].step, result.optimizer["group0"].initial_lr = step, initial_lr
+    return result
+
+
+def test_inputs_at_different_steps_are_told() -> None:
+    with pytest.warns(toc.CheckpointWarning) as caught:
+        result = toc.average([numbered(5), numbered(9), numbered(7)])
+    assert [str(warning.message) for warning in caught] == ["group0: the inputs are at different steps (5 to 9); the result takes 9"]
+    assert result.optimizer["group0"].step == 9
+
+
+def test_different_initial_rates_are_told() -> None:
+    with pytest.warns(toc.CheckpointWarning) as caught:
+        result = toc.average([numbered(4), numbered(4, initial_lr=0.25)])
+    assert [str(warning.message) for warning in caught] == [
+        "group0: the inputs have different initial rates; the result takes the first one's, 0.5"
+    ]
+    assert result.optimizer["group0"].initial_lr == 0.5
+
+
+def test_properties_that_one_lacks_or_has_otherwise_are_told() -> None:
+    with pytest.warns(toc.CheckpointWarning) as caught:
+        result = toc.average([numbered(4, a=1, b=2, d=4), numbered(4, a=1, b=3, c=5)])
+    assert [str(warning.message) for warning in caught] == ["properties that differ between the inputs are left out: b, c, d"]
+    assert result.properties == {"a": 1}
+    with pytest.warns(toc.CheckpointWarning, match=r"left out: p0, p1, p2, p3, p4 \.\.\.$"):
+        toc.average([numbered(4, **{f"p{n}": n for n in range(6)}), numbered(4)])
+
+
+def test_what_all_inputs_have_is_kept() -> None:
+    one = numbered(4, epoch=3)
+    one.optimizer["group0"].lr, one.optimizer["group0"].hyperparameters = 0.25, {"eps": 1e-6}
+    one.partitions = {"w": toc.PartitionInfo((3,), -1)}
+    one.mixed_precision = {"w": torch.ones(3).half()}
+    assert toc.average([one, one.clone()]) == one
+
+
+@pytest.mark.parametrize(
+    ("other", "message", "field"),
+    [
+        ({"w": torch.ones(3)}, r"lacks this", "trainable/v"),
+        ({"w": torch.ones(3), "v": torch.ones(1), "u": torch.ones(1)}, "has this", "trainable/u"),
+        ({"w": torch.ones(3), "v": torch.ones(2)}, r"\(2,\) torch.float32, the first input has \(1,\) torch.float32", "trainable/v"),
+        ({"w": torch.ones(3), "v": torch.ones(1).half()}, r"\(1,\) torch.float16, the first", "trainable/v"),
+    ],
+)
+def test_other_tensors_are_refused(other: dict[str, torch.Tensor], message: str, field: str) -> None:
+    first = toc.CheckpointState({"w": torch.ones(3), "v": torch.ones(1)})
+    with pytest.raises(toc.CheckpointError, match=message) as caught:
+        toc.average([first, first, toc.CheckpointState(other)])
+    assert (caught.value.path, caught.value.field) == ("state 2", field)
+
+
+def test_progress_counts_the_bytes_of_all_inputs() -> None:
+    counted: list[int] = []
+    toc.average([state(1.0), state(2.0)], progress=counted.append)
+    assert sum(counted) == 2 * (3 * 12 + 8)  # w and two moments of it, and the count
+
+
+def test_fifty_bad_inputs_are_listed_at_most() -> None:
+    for count, more in ((50, False), (51, True)):
+        with pytest.warns(toc.CheckpointWarning) as caught:
+            toc.average([state(1.0), *[spoiled("trainable/w")] * count], skip_bad=True)
+        said = str(caught[0].message)
+        assert said.startswith(f"{count} of {count + 1} checkpoints")
+        assert said.endswith("state 50 (trainable/w) ..." if more else "state 50 (trainable/w)")

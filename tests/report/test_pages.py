@@ -114,16 +114,6 @@ def test_the_page_has_no_address_to_fetch_from(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_a_page_replaces_a_page_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, precious = tmp_path / "page.html", tmp_path / "checkpoint"
-    for _ in range(2):
-        assert main(["inspect", str(ADAMW), "--html", str(page)]) == 0
-    precious.write_bytes(ADAMW.read_bytes())
-    assert main(["inspect", str(ADAMW), "--html", str(precious)]) == 2
-    assert "is not a report" in capsys.readouterr().err
-    assert precious.read_bytes() == ADAMW.read_bytes()
-
-
 def test_histograms_count_every_finite_element_once() -> None:
     values = torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([math.nan, math.inf])])
     counts = histogram(values, -1.0, 1.0)

@@ -33,7 +33,7 @@ def main(folder: Path, results: Path) -> None:
         model = toc.OrtModule(artifacts, threads=1)
         if rank == 1:
             with torch.no_grad():  # DDP must broadcast rank 0's values into the tensors the graph is bound to
-                model.fc1.weight.zero_()
+                model.get_parameter("fc1.weight").zero_()
         parallel = DistributedDataParallel(model, **options)
         optimizer = toc.OrtOptimizer(parallel, lr=0.01)
         for step in range(STEPS):
@@ -48,8 +48,8 @@ def main(folder: Path, results: Path) -> None:
                 parallel(x[part], y[part]).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=name != "bucket_view")
-        gathered = [torch.zeros_like(model.fc1.weight) for _ in range(world)]
-        dist.all_gather(gathered, model.fc1.weight.detach())
+        gathered = [torch.zeros_like(model.get_parameter("fc1.weight")) for _ in range(world)]
+        dist.all_gather(gathered, model.get_parameter("fc1.weight").detach())
         assert torch.equal(gathered[0], gathered[1]), name
         if rank == 0:
             torch.save(dict(model.state_dict()), results / f"{name}.pt")

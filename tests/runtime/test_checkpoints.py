@@ -1,4 +1,4 @@
-"""Training goes on from a checkpoint as if it had never stopped: here, in ORT's own API, and back."""
+"""A checkpoint continues the same training, here and in ORT's own API, with the numbers of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ort_continues_what_started_here_and_the_other_way_round(tmp_path: Path)
     artifacts = toc.Artifacts.load(ADAMW)
     data = batches(artifacts, 15)
     model = toc.OrtModule(artifacts, threads=1)
-    optimizer = toc.OrtOptimizer(model, lr=1e-3)  # what ORT runs at unless told otherwise
+    optimizer = toc.OrtOptimizer(model, lr=1e-3)  # ORT's default
     for x, y in data[:5]:
         model.train_step(x, y)
         optimizer.step()

@@ -183,7 +183,7 @@ def test_parametrizations_need_no_hook() -> None:
     model = toc.OrtModule(exported("mlp"), threads=1)
     parametrizations.weight_norm(model.fc1, "weight")
     parametrize.remove_parametrizations(model.fc1, "weight")
-    assert not model._hooked
+    assert not model._table.hooked
 
 
 def test_stages_of_a_pipeline_compute_them_too() -> None:

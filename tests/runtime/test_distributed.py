@@ -1,4 +1,4 @@
-"""Two processes under torchrun give the parameters of one process on the joined batch."""
+"""Two processes under torchrun get the same parameters as one process on the joined batch."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_training_with_half_precision_aliases(tmp_path: Path, suffix: str, dtype
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        model.fc1.weight.data.zero_()  # behind autograd's back: the alias must follow all the same
+        model.fc1.weight.data.zero_()  # autograd does not see this; the alias must be refreshed all the same
     native.load_state_dict(model.state_dict())
     rounded = rounded_leaves(native, dtype)
     x, y = batch("mlp", seed=9)

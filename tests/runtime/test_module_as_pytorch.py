@@ -1,4 +1,4 @@
-"""`OrtModule` behaves as an `nn.Module` should under everything a PyTorch loop does to one."""
+"""`OrtModule` behaves as any `nn.Module` in a PyTorch training loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_train_step_accumulates_like_backward(model: toc.OrtModule) -> None:
     model.zero_grad()
     model.train_step(*batch("mlp", seed=4))
     assert_gradients(model, of_batch(4))
-    assert_same(kept, of_batch(3)["fc1.weight"])  # who holds a gradient keeps its value
+    assert_same(kept, of_batch(3)["fc1.weight"])  # a gradient that the caller keeps is not overwritten
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, -1.0])
@@ -185,7 +185,7 @@ def test_gradients_of_inputs_are_refused_with_a_reason(model: toc.OrtModule) -> 
 
 
 def test_gradients_of_inputs_that_the_graph_provides(tmp_path: Path) -> None:
-    source = exported("mlp").folder
+    source = exported("mlp", "torchscript").folder
     for name in ("eval_model.onnx", "checkpoint"):
         (tmp_path / name).write_bytes((source / name).read_bytes())
     graph = onnx.load(source / "training_model.onnx")
@@ -276,7 +276,7 @@ def test_a_gradient_whose_data_was_replaced_is_not_taken_for_the_one_that_was_wr
 
 @pytest.mark.parametrize("autograd", [False, True])
 def test_shared_memory_moves_parameters_and_gradients(model: toc.OrtModule, autograd: bool) -> None:
-    """`share_memory` puts the memory of the gradients elsewhere too, under the binding that writes there."""
+    """`share_memory` moves the memory of the gradients too, while a binding still writes to the old one."""
     optimizer = toc.OrtOptimizer(model)
     twin_model, twin = copy.deepcopy((model, optimizer))
     for seed in range(4):

@@ -1,4 +1,4 @@
-"""A nominal checkpoint has names and no values: whatever would hand out zeros in their place refuses, as ORT does."""
+"""A nominal checkpoint has names and no values: whatever needs values raises an error, as in ORT, instead of using zeros."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def complete() -> toc.CheckpointState:
 
 
 def test_ort_refuses(tmp_path: Path) -> None:
-    """The oracle of the tests below."""
+    """What the tests below compare with."""
     from onnxruntime.training import api
 
     state = api.CheckpointState.load_checkpoint(str(NOMINAL / "checkpoint"))

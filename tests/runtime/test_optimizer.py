@@ -247,7 +247,7 @@ def test_moments_are_torch_tensors_that_the_graph_updates_in_place() -> None:
     train(model, optimizer, data[1:])
     assert pointers == (weight.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr())
     assert not torch.equal(state["exp_avg"], values)
-    assert weight._version > version  # autograd would notice a stale saved tensor
+    assert weight._version > version  # so that autograd detects a tensor saved before the update
 
 
 def test_an_optimizer_can_be_copied_with_its_model() -> None:
@@ -318,3 +318,11 @@ def test_a_state_that_the_user_replaces_is_the_one_that_is_used(fused: bool) -> 
     optimizer.state.clear()
     train(model, optimizer, [batch])
     assert optimizer.checkpoint_step == 1
+
+
+def test_the_module_is_found_inside_what_pytorch_wraps_around_it() -> None:
+    model = toc.OrtModule(ADAMW, engine="torch")
+    for wrapped in (torch.nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert toc.OrtOptimizer(wrapped).model is model
+    with pytest.raises(toc.CheckpointError, match="expected an OrtModule"):
+        toc.OrtOptimizer(torch.nn.Sequential(model, toc.OrtModule(ADAMW, engine="torch")))

@@ -65,8 +65,7 @@ def test_every_name_is_trained_saved_and_copied(
     values = {name: value.clone().requires_grad_() for name, value in initial.items()}
     model = toc.OrtModule(found, engine=engine, threads=1)
     assert set(model.state_dict()) == set(values)
-    assert isinstance(model.names, dict)
-    assert isinstance(model.properties, dict)
+    assert isinstance(model.artifacts, toc.Artifacts)
     optimizer = toc.OrtOptimizer(model, lr=0.1, fused=True)
     for seed in range(2):
         x, target = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)), torch.zeros(5, 4)

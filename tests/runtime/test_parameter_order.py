@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ort
 
 
 class Shuffled(nn.Module):
-    """Registered in one order, used in another, sorted in a third; weights of one shape, so that a misplaced moment fits all the same."""
+    """Registered in one order, used in another, sorted in a third. All weights have one shape: shapes can't reveal a wrong order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def test_gradients_of_steps_in_several_threads_all_arrive() -> None:
             model.train_step(*inputs)
 
     threads = [threading.Thread(target=run, args=(inputs,)) for inputs in batches]
-    sys.setswitchinterval(1e-6)  # threads meet at every line
+    sys.setswitchinterval(1e-6)  # switch threads as often as possible
     try:
         for thread in threads:
             thread.start()

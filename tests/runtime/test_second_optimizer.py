@@ -1,4 +1,4 @@
-"""Moments belong to one optimizer: nobody starts from zero unknowingly, and nothing that is loaded is ignored."""
+"""Moments belong to one optimizer: starting from zero gives a warning, and nothing that is loaded is ignored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TestASecondOptimizer:
         second = toc.OrtOptimizer(model)
         with pytest.warns(toc.CheckpointWarning, match=r"moments of 5 parameters.*from zero.*load_state_dict"):
             train(model, second, data[:1])
-        train(model, second, data[1:])  # said once
+        train(model, second, data[1:])  # the warning is given once
         assert first.checkpoint_step == 5
 
     def test_says_so_where_the_first_one_has_trained(self) -> None:
@@ -147,7 +147,7 @@ class TestLoading:
 
 
 class TestWhatTheGraphHasNot:
-    """Options of `torch.optim` that the graph knows nothing of would be ignored."""
+    """Options of `torch.optim` that the graph does not have are refused, as they would be ignored."""
 
     @pytest.mark.parametrize(
         ("source", "option"),

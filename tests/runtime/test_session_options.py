@@ -1,4 +1,4 @@
-"""A user's `onnxruntime.SessionOptions` (custom operators, thread counts) go with the model wherever they can."""
+"""A user's `onnxruntime.SessionOptions` (custom operators, thread counts) are kept when the model is copied or moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ort
 
 @pytest.fixture
 def model(tmp_path: Path) -> toc.OrtModule:
-    """Its sessions leave a file behind, which shows that they were made with these options."""
+    """Its sessions write a file, which shows that they were created with these options."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -55,7 +55,7 @@ def test_a_deep_copy_shares_no_tensor(model: toc.OrtModule) -> None:
         assert one.data_ptr() != copied.data_ptr()
         torch.testing.assert_close(one, copied, rtol=0, atol=0)
     assert isinstance(other.fc1.weight, torch.nn.Parameter)
-    assert other._slots[0][0] in list(other.modules())
+    assert other._table._graph_places[0][0] in list(other.modules())
 
 
 def test_a_pickle_says_that_it_can_not_hold_them(model: toc.OrtModule) -> None:
@@ -64,4 +64,4 @@ def test_a_pickle_says_that_it_can_not_hold_them(model: toc.OrtModule) -> None:
     other = pickle.loads(stored)
     assert other.options.session_options is None
     torch.testing.assert_close(other(*batch("mlp")), model(*batch("mlp")), rtol=1e-6, atol=1e-7)
-    pickle.dumps(toc.OrtModule(exported("mlp"), engine="ort"))  # without them there is nothing to say
+    pickle.dumps(toc.OrtModule(exported("mlp"), engine="ort"))  # without session options there is no warning

@@ -137,12 +137,12 @@ def test_state_tensors_set_the_count_of_one_weight(artifacts: toc.Artifacts) -> 
 
 
 class TestClipping:
-    """The graph clips all gradients together, so it can't run once per count."""
+    """The graph clips all gradients together, so it can't run once for each step count."""
 
     def test_the_graph_refuses_before_it_changes_anything(self, tmp_path: Path) -> None:
         model = toc.OrtModule(with_optimizer(tmp_path, adam_mode=0, clip=0.05), threads=1)
         optimizer = toc.OrtOptimizer(model, lr=0.02)
-        run(model, optimizer, 5, 7)  # FROZEN is frozen, which is no trouble yet
+        run(model, optimizer, 5, 7)  # FROZEN is frozen: still one count for all others
         before = {name: value.detach().clone() for name, value in model.named_trainable().items()}
         with pytest.raises(toc.CheckpointError, match=r"different steps.*fused=True"):
             run(model, optimizer, 10, 11)

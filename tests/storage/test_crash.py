@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import torch_ort_ckpt as toc
+from tests import writers
 from tests.writers import forkserver, new, old, repair_and_die, reshuffled, run, save_and_die, save_forever, shuffled
 from torch_ort_ckpt.formats.ort import sidecar
 from torch_ort_ckpt.formats.safetensors import checkpoint as safetensors
@@ -54,15 +55,7 @@ def killed_at_every_step(
 
 
 def is_new(path: Path) -> bool:
-    """Whether the new state is there, bit for bit; fails unless it or the old one is, with and without repair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was interrupted"
-        found = toc.load(path)
-    assert found in (old(), new())
-    sidecar.repair(path)
-    assert toc.load(path) == found  # and no warning now
-    assert not sidecar.repair(path)
-    return found == new()
+    return writers.is_new(path, sidecar.repair)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

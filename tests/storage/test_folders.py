@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import torch_ort_ckpt as toc
+from tests import writers
 from tests.writers import new, old, repair_folder_and_die, run, save_folder_and_die
 from torch_ort_ckpt.storage import folders, ownership
 
@@ -20,15 +21,7 @@ NEVER = 1 << 30
 
 
 def is_new(path: Path) -> bool:
-    """Whether the new state is there; fails unless it or the old one is, with and without repair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", toc.CheckpointWarning)  # "the last save was interrupted"
-        found = toc.load(path)
-    assert found in (old(), new())
-    folders.repair(path)
-    assert toc.load(path) == found  # and no warning now
-    assert not folders.repair(path)
-    return found == new()
+    return writers.is_new(path, folders.repair)
 
 
 @pytest.mark.parametrize("format", ["pbseq", "runner"])

@@ -40,7 +40,8 @@ from torch_ort_ckpt.training.feed import Feed
 def train(directory: Path, until: int, background: bool = False, saved: int | None = None) -> str:
     """Resume, then save after every update, keeping three entries; the digest of the weights at the end. Steps that are known to be
     saved are written to the descriptor `saved`."""
-    setup, progress = plain(), {"step": 0}
+    setup = plain()
+    progress: dict[str, Any] = {"step": 0}
     feed = Feed(data())
     manager = toc.CheckpointManager(directory, max_num_checkpoints=3, keep_best="loss", async_save=background, durable=False)
     manager.restore(setup.model, setup.optimizer, scheduler=setup.scheduler, data=feed, progress=progress)
@@ -244,7 +245,7 @@ def set_locks(kind: str) -> None:
     elif kind == "refused":
         import fcntl
 
-        def refuse(descriptor: int, operation: int) -> None:
+        def refuse(descriptor: Any, operation: int) -> None:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
         fcntl.flock = refuse
@@ -258,7 +259,7 @@ def quiet() -> Iterator[None]:
 
 
 def import_all(directory: Path) -> None:
-    """What is imported on first use, so that the children spend their short lives saving."""
+    """What is imported on first use, so that the children are killed while they save, not while they import."""
     torch.set_num_threads(1)
     setup = plain()
     for parameter in setup.model.parameters():
@@ -292,7 +293,7 @@ def full(directory: Path) -> dict[str, Any]:
 
 
 def told(directory: Path, step: int, model: nn.Module) -> list[str]:
-    """The warnings of a manager that may not stop the run."""
+    """The warnings of a manager with on_error="warn"."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         toc.CheckpointManager(directory, on_error="warn").save(step, model)

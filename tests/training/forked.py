@@ -1,4 +1,4 @@
-"""Ranks without `torchrun`'s start-up: one process imports everything, then forks the ranks of each run of a plan.
+"""Ranks without the start-up time of `torchrun`: one process imports everything, then forks the ranks of each run of a plan.
 
 `python -m tests.training.forked '[[2, ["DIRECTORY", "10"]], ...]'` prints, per run, one JSON line: exit codes, result, errors.
 """

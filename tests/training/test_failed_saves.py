@@ -1,4 +1,4 @@
-"""A save that failed does not count as done: it is due again, and the last one of a run is tried again."""
+"""A failed save is due again, and the last one of a run is retried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_ort_ckpt.training.runner import Event, Result
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """How many saves of each step fail, as on a full disk; counted down."""
+    """How many saves of each step still fail, as on a full disk."""
     failures: dict[int, int] = {}
     real = managers.write_manifest
 

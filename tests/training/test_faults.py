@@ -1,4 +1,4 @@
-"""What happens to a run must not happen to its checkpoints: kills, full disks, missing rights. Real processes."""
+"""Checkpoints survive kills, full disks and missing rights. Tested with real processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_killed_at_random_operations_no_entry_is_lost_and_the_weights_are_those_
     assert found["steps"] > kills // 2
     if locks == "flock":
         assert found["leftovers"] == []
-    else:  # nobody can tell whether the writers are alive
+    else:  # it is not known whether the writers are alive
         assert set(found["leftovers"]) <= {"incomplete .tmp", "complete .tmp"}
 
 
@@ -79,7 +79,7 @@ def test_killed_at_any_operation_an_entry_is_the_old_one_or_the_new_one(stride: 
         assert seen == sorted(seen), kind
         assert (seen[0], seen[-1]) == (0, len(order) - 1), kind
         left = {name for outcome in found[kind] for name in outcome["leftovers"]}
-        # Without locks nobody can tell whether a writer is alive: what is complete gets its name if that is free, the rest stays.
+        # Without locks it is not known whether a writer is alive: complete entries get their name if it is free, the rest stays.
         allowed = {"incomplete .tmp", *(["complete .tmp"] if kind in ("replace", "lightning") else [])}
         assert left <= (set() if locks == "flock" else allowed), kind
         assert found[kind][-1]["leftovers"] == [], kind

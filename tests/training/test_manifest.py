@@ -1,4 +1,4 @@
-"""What a manifest says is checked before it is believed, and one that is damaged or hostile costs its own entry, never the directory."""
+"""Manifests are checked before they are used. A damaged or hostile one makes its own entry unusable, never the directory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None], *, hashed: bool
     ids=["words", "sectors", "opposite flips"],
 )
 def test_bytes_that_changed_places_are_noticed(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    """Sums of words can't tell these from the original."""
+    """Changes that a plain checksum (a sum of words) does not detect."""
     model = torch.nn.Linear(64, 64)
     with torch.no_grad():
         model.weight.copy_(torch.arange(4096.0).view(64, 64))
@@ -121,7 +121,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_noticed_or_means_the_same(ru
 
 
 def test_a_renamed_entry_does_not_resume_as_another_step(run: Path) -> None:
-    """Its content is step 2: under the name of step 6 it is left out and left alone, under its own it counts again."""
+    """Its content is step 2: under the name of step 6 it is ignored and not deleted, under its own name it is used again."""
     os.rename(run / "checkpoint_2", run / "checkpoint_6")
     entry = toc.CheckpointManager(run).list()[-1]
     assert "it holds step 2" in str(entry.problem)
@@ -130,7 +130,7 @@ def test_a_renamed_entry_does_not_resume_as_another_step(run: Path) -> None:
     with pytest.warns(toc.CheckpointWarning, match=r"checkpoint_6 is kept: .* not under this name"):
         manager.save(7, setup.model)
     assert {place.name for place in run.iterdir()} == {"checkpoint_6", "checkpoint_7"}
-    with pytest.raises(toc.CheckpointError, match="in the way"):
+    with pytest.raises(toc.CheckpointError, match="can't be replaced by a checkpoint"):
         manager.save(6, setup.model)
     os.rename(run / "checkpoint_6", run / "checkpoint_2")
     toc.CheckpointManager(run).list()[0].verify()
@@ -281,7 +281,7 @@ def test_what_is_no_folder_is_skipped(kind: str, run: Path) -> None:
 
 
 def skipped(run: Path, stays: bool = False) -> None:
-    """The bad step 2 of a directory stops nothing: listing, resuming, rotating, the command line. (A hang ends at pytest's timeout.)"""
+    """With a bad step 2 in the directory, listing, resuming, rotating and the command line work. (A hang ends at pytest's timeout.)"""
     assert resumed(run, skipped=True).step == 1
     for more in ([], ["--json"], ["--verify"]):
         assert main(["checkpoints", str(run), *more]) == 1

@@ -45,7 +45,7 @@ def test_groups_with_other_members_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.ort
 def test_an_entry_of_an_earlier_release_goes_to_the_right_parameters() -> None:
-    """It has names of its own, but no `param_names`, and the parameters in the order of another time."""
+    """Entries of an earlier release: names, but no `param_names`, and the parameters in that release's order."""
     setup = graph()
     for x, y in list(data_for(setup))[:2]:
         setup.model(x, y).backward()

@@ -1,4 +1,4 @@
-"""Only what this library provably made is deleted or replaced: by start-up, by rotation, by a save, for Lightning."""
+"""Only what carries this library's marker is deleted or replaced: at start-up, by rotation, by a save, and for Lightning."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_rotation_leaves_a_users_folder(tmp_path: Path) -> None:
     manager = toc.CheckpointManager(tmp_path, max_num_checkpoints=1, durable=False)
     with pytest.warns(toc.CheckpointWarning, match="checkpoint_1 is kept"):
         manager.save(2, MODEL)
-    manager.save(3, MODEL)  # said once
+    manager.save(3, MODEL)  # the warning is given once
     assert files_of(tmp_path) == {"checkpoint_1", "checkpoint_3"}
     assert files_of(tmp_path / "checkpoint_1") == {"thesis.txt"}
 
@@ -153,14 +153,14 @@ def test_a_save_replaces_nothing_of_a_users(kind: str, tmp_path: Path) -> None:
         manager.save(1, MODEL)
         (place / "notes").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(toc.CheckpointError, match=r"checkpoint_1: in the way of a checkpoint: .* Move it away"):
+    with pytest.raises(toc.CheckpointError, match=r"checkpoint_1: can't be replaced by a checkpoint: .* Move it away"):
         manager.save(1, MODEL)
     assert sorted(tmp_path.rglob("*")) == before
     assert manager.last_saved is None
 
 
 def test_a_deletion_that_is_cut_short_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marker goes last, so that every remainder can be told to be ours."""
+    """The marker is deleted last, so that what is left after a crash is still recognized as ours."""
     real, left = os.unlink, 0
 
     def unlink(*args: object, **more: object) -> None:
@@ -203,7 +203,7 @@ def test_lightning_replaces_its_own_files_and_folders_only(tmp_path: Path) -> No
         assert read_lightning(place)["global_step"] == step
     shutil.copytree(place, tmp_path / "copy.ckpt")
     write_lightning(lightning_checkpoint(3), tmp_path / "copy.ckpt")
-    with pytest.raises(toc.CheckpointError, match="in the way"):
+    with pytest.raises(toc.CheckpointError, match="can't be replaced by a checkpoint"):
         write_lightning(lightning_checkpoint(3), users(tmp_path / "mine"))
     assert files_of(tmp_path) == {"last.ckpt", "copy.ckpt", "mine"}
     assert files_of(tmp_path / "mine") == {"thesis.txt"}

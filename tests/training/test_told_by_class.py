@@ -1,4 +1,4 @@
-"""Modules and optimizers are told by their class: one of the user's whose methods have the names of ours is treated as any other."""
+"""Modules and optimizers are recognized by their class: a user's class with methods of the same names is treated as any other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_ort_ckpt as toc
 from tests.training.setups import assert_equal, data
-from torch_ort_ckpt.training.distributed import unwrap
+from torch_ort_ckpt.checkpoint.training_graph import unwrap
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ class Lookalike(nn.Module):
 
 
 class Counting(torch.optim.SGD):
-    """`updated` of its own meaning, and a method that ZeroRedundancyOptimizer has."""
+    """An attribute and a method with the names that OrtOptimizer and ZeroRedundancyOptimizer have."""
 
     updated = False
 

@@ -1,4 +1,4 @@
-"""Nested state as JSON and tensors: what goes in comes out, what is in the ORT checkpoint is not stored again."""
+"""Nested state as JSON and tensors: decoding gives the same, and what is in the ORT checkpoint is not stored twice."""
 
 from __future__ import annotations
 

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, MissingFileError, UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 from ..storage.files import warn
+from ..storage.tensors import memory_key
 from .names import NameMap, plain_name, transposed
 from .state import DEFAULT_LR, CheckpointState, OptimizerGroup, OptimizerSpec, Value, alias_name, is_string
+from .training_graph import GraphOptimizer, TrainingGraph, unwrap
 
 TO_TORCH_MOMENTS = {"adam": {"momentum0": "exp_avg", "momentum1": "exp_avg_sq"}, "sgd": {"momentum0": "momentum_buffer"}}
 TO_ORT_MOMENTS = {"exp_avg": "momentum0", "exp_avg_sq": "momentum1", "momentum_buffer": "momentum0"}
@@ -123,21 +125,15 @@ def to_optimizer_state_dict(
     known = {names.ort_name(name) for members in groups for name in members}
     if lost := sorted(set(owner) - known):
         warn(f"the optimizer has no parameter for the moments of: {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}")
-    if not isinstance(getattr(target, "spec", None), OptimizerSpec):  # an OrtOptimizer runs the graph itself
+    if not isinstance(target, GraphOptimizer):  # which runs the graph itself
         _warn_of_differences(param_groups, sources, spec)
     return {"state": {number: entry for number, entry in states.items() if entry}, "param_groups": param_groups}
 
 
 def _spec_of(*candidates: object) -> OptimizerSpec | None:
     """Of the optimizer graph that an `OrtModule` was made with."""
-    for candidate in candidates:
-        try:
-            found = getattr(getattr(candidate, "artifacts", None), "optimizer_spec", None)
-        except MissingFileError:  # artifacts without an optimizer
-            continue
-        if isinstance(found, OptimizerSpec):
-            return found
-    return None
+    modules = [unwrap(candidate) for candidate in candidates if isinstance(candidate, nn.Module)]
+    return next((module.optimizer_spec for module in modules if isinstance(module, TrainingGraph)), None)
 
 
 def _check_kind(members: list[dict[str, Value]], kind: str, optimizer: Optimizer | None) -> None:
@@ -153,7 +149,7 @@ def _check_kind(members: list[dict[str, Value]], kind: str, optimizer: Optimizer
 def _other_kind(theirs: str, optimizer: Optimizer | None, kind: str) -> UnsupportedError:
     own = type(optimizer).__name__ if optimizer is not None else {"sgd": "SGD", "adam": "AdamW"}[kind]
     return UnsupportedError(
-        f"the optimizer state is {theirs}'s, the optimizer is {own}",
+        f"the optimizer state belongs to {theirs}, the optimizer is {own}",
         field="optimizer",
         remedy=f"Use torch.optim.{theirs}, or load the weights alone: toc.to_state_dict(state).",
     )
@@ -320,8 +316,8 @@ def _tensors_of(source: nn.Module | Mapping[str, Any], optimizer: Optimizer | No
         )
     found = {plain_name(name): value for name, value in source.items()}
     if optimizer is not None:
-        held = {p.data_ptr() for group in optimizer.param_groups for p in group["params"]}
-        learnt = {name for name, value in found.items() if value.data_ptr() in held}
+        held = {memory_key(p) for group in optimizer.param_groups for p in group["params"]}
+        learnt = {name for name, value in found.items() if memory_key(value) in held}
         if learnt:
             return found, learnt
     return found, {name for name, value in found.items() if value.is_floating_point()}
@@ -330,14 +326,14 @@ def _tensors_of(source: nn.Module | Mapping[str, Any], optimizer: Optimizer | No
 def _groups_of(optimizer: Optimizer, source: nn.Module | Mapping[str, Any], names: NameMap) -> dict[str, OptimizerGroup]:
     named = _parameter_names(optimizer, source if isinstance(source, nn.Module) else None)
     if named is None:
-        by_memory = {value.data_ptr(): plain_name(name) for name, value in source.items()} if isinstance(source, Mapping) else {}
-        missing = [p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() not in by_memory]
+        by_memory = {memory_key(value): plain_name(name) for name, value in source.items()} if isinstance(source, Mapping) else {}
+        missing = [p for group in optimizer.param_groups for p in group["params"] if memory_key(p) not in by_memory]
         if missing:
             raise CheckpointError(
                 f"{len(missing)} of the optimizer's parameters are not in the state dict",
                 remedy="Pass the module instead of its state dict.",
             )
-        named = [[by_memory[p.data_ptr()] for p in group["params"]] for group in optimizer.param_groups]
+        named = [[by_memory[memory_key(p)] for p in group["params"]] for group in optimizer.param_groups]
     groups = {}
     for number, (group, members) in enumerate(zip(optimizer.param_groups, named, strict=True)):
         states = {name: optimizer.state.get(parameter, {}) for parameter, name in zip(group["params"], members, strict=True)}

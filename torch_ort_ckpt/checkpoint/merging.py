@@ -92,10 +92,11 @@ class _Survey:
             known = self.weights.setdefault(name, found)
             if (known.shape, known.axis) != (found.shape, found.axis):
                 raise self.error(
-                    f"{found.told_by} says {found.shape} cut along {found.axis}, {known.told_by} {known.shape} cut along {known.axis}", name
+                    f"{found.told_by} has shape {found.shape} cut on axis {found.axis}, {known.told_by} {known.shape} on {known.axis}",
+                    name,
                 )
             if any(size < 0 for size in found.shape):
-                raise self.error(f"{found.told_by} says it has the shape {found.shape}", name)
+                raise self.error(f"{found.told_by} has the impossible shape {found.shape}", name)
         for name in state.frozen:
             self.frozen.add(name)
         for key, value in _tensors(state):
@@ -116,14 +117,18 @@ class _Survey:
             ("ZeRO stage", place.zero_stage, first.zero_stage),
         ):
             if here != there:
-                raise self.error(f"{self.labels[index]} has {kind} {here}, {self.labels[0]} has {there}: they are not of one run", None)
+                raise self.error(
+                    f"{self.labels[index]} has {kind} {here}, {self.labels[0]} has {there}: they belong to different runs", None
+                )
         for earlier in range(index):
             if self.places[earlier].rank == place.rank:
                 raise self.error(f"{self.labels[index]} and {self.labels[earlier]} are the same rank", None)
         for name in _SAME:
             mine, theirs = self.properties[index].get(name), self.properties[0].get(name)
             if not self.stages and not same_number(mine, theirs):
-                raise self.error(f"{self.labels[index]} has {name} {mine!r}, {self.labels[0]} {theirs!r}: they are not of one moment", name)
+                raise self.error(
+                    f"{self.labels[index]} has {name} {mine!r}, {self.labels[0]} {theirs!r}: they were saved at different moments", name
+                )
 
     def _add_group(self, index: int, name: str, group: OptimizerGroup) -> None:
         known = self.groups.setdefault(name, OptimizerGroup(group.step, group.initial_lr, group.lr, {}, dict(group.hyperparameters)))
@@ -172,7 +177,7 @@ class _Survey:
             corner = place.stage, place.horizontal
             if shape == local:
                 if filled.get(corner, -1) != -1:
-                    raise self.error(f"{self.labels[index]} has it whole, others in pieces", name)
+                    raise self.error(f"{self.labels[index]} has all of it, other ranks a piece", name)
                 filled[corner] = -1
             elif place.sharded and len(shape) == 1 and shape[0] < math.prod(local) and filled.get(corner, 0) != -1:
                 self.offsets[key, index] = filled.get(corner, 0)
@@ -250,7 +255,7 @@ class _Result:
         if not same:
             what = "its half-precision alias" if key[0] == "alias" else "/".join(key[3:]) or "it"
             raise self.survey.error(
-                f"{self.survey.labels[index]} has {what} otherwise than the ranks before it, where they must agree", _weight(key)
+                f"{self.survey.labels[index]}: {what} differs from the ranks before it, and all must be equal", _weight(key)
             )
 
     def state(self) -> CheckpointState:

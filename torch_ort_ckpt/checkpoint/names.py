@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..storage.paths import PathLike
+from ..storage.tensors import memory_key
 from .properties import WORLD_RANK
 from .state import CheckpointState, Value, alias_name, is_string, same_tensor, split_half_suffix
 
@@ -132,7 +133,7 @@ class _Matcher:
         self.torch: dict[str, torch.Tensor] = {}
         seen: dict[Any, str] = {}
         for name, value in tensors.items():
-            first = seen.setdefault(_identity(value), name)
+            first = seen.setdefault(memory_key(value), name)
             self.twins.setdefault(first, []).append(name)
             if first == name:
                 self.torch[name] = value
@@ -228,13 +229,6 @@ def _by_class(tensors: Mapping[str, torch.Tensor]) -> dict[Any, list[str]]:
 
 def _linear_weights(module: nn.Module) -> set[str]:
     return {f"{name}.weight" if name else "weight" for name, child in module.named_modules() if isinstance(child, nn.Linear)}
-
-
-def _identity(value: torch.Tensor) -> Any:
-    """Equal for tensors that are the same memory in the same shape."""
-    if value.is_meta or value.numel() == 0:
-        return id(value)
-    return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
 
 
 def _targets(ort: str, value: Any) -> Iterable[tuple[str, bool]]:

@@ -72,7 +72,7 @@ def place_of(state: CheckpointState, label: str) -> Place:
     place = Place(number(names.WORLD_RANK), number(names.WORLD_SIZE), data, horizontal, number(names.ZERO_STAGE, 0))
     if not data or not horizontal or place.world_size % (data * horizontal) or place.rank >= place.world_size:
         raise CheckpointError(
-            f"{label}: rank {place.rank} of {place.world_size} does not go with {data} x {horizontal} data and horizontal ranks",
+            f"{label}: rank {place.rank} of {place.world_size} does not match {data} x {horizontal} data and horizontal ranks",
             field=names.WORLD_RANK,
         )
     return place

@@ -11,7 +11,8 @@ import torch
 
 from ..errors import CheckpointError
 from ..storage.paths import PathLike
-from .names import _identity
+from ..storage.tensors import memory_key
+from .backing import backed_by
 from .state import CheckpointState, Value, did_you_mean, is_string
 
 _T = TypeVar("_T")
@@ -68,7 +69,7 @@ def on_device(state: CheckpointState, device: torch.device) -> CheckpointState:
     def one(value: Value) -> Value:
         if is_string(value) or value.is_meta or value.device == device:
             return value
-        key = _identity(value)
+        key = memory_key(value)
         if key not in moved:
             moved[key] = value.to(device)
         return moved[key]
@@ -79,11 +80,11 @@ def on_device(state: CheckpointState, device: torch.device) -> CheckpointState:
     def states(values: Mapping[str, Mapping[str, Value]]) -> dict[str, dict[str, Value]]:
         return {name: many(moments) for name, moments in values.items()}
 
-    return dataclasses.replace(
+    there = dataclasses.replace(
         state,
         trainable=many(state.trainable),
         frozen=many(state.frozen),
         mixed_precision=many(state.mixed_precision),
         optimizer={name: dataclasses.replace(group, states=states(group.states)) for name, group in state.optimizer.items()},
-        _buffers=() if moved else state._buffers,
     )
+    return backed_by(there, ()) if moved else there

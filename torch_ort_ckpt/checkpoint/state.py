@@ -6,7 +6,7 @@ Plain data with torch tensors inside. Nothing here copies a tensor; call `clone(
 from __future__ import annotations
 
 import difflib
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -70,6 +70,9 @@ class OptimizerSpec:
     adam_mode: int = 0
     correct_bias: bool = True
     max_norm: float | None = None
+    momentum: float = 0.0
+    nesterov: bool = False
+    """SGD's; ORT's own kernel has neither, a step model has both."""
     known: bool = True
     """False for a `.ort` graph: it runs with its own hyper-parameters, which can't be read."""
 
@@ -77,8 +80,8 @@ class OptimizerSpec:
     def hyperparameters(self) -> dict[str, Any]:
         """As in a parameter group of `torch.optim`."""
         if self.kind == "SGD":
-            return {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-        return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay, "decoupled_weight_decay": True}
+            return {"momentum": self.momentum, "dampening": 0.0, "weight_decay": self.weight_decay, "nesterov": self.nesterov}
+        return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay, "decoupled_weight_decay": self.kind != "Adam"}
 
     @property
     def beyond_torch(self) -> dict[str, Any]:
@@ -90,7 +93,7 @@ class OptimizerSpec:
     @property
     def moments(self) -> int:
         """How many moment tensors a checkpoint keeps per parameter (SGD keeps one of zeros)."""
-        return 2 if self.kind == "AdamW" else 1
+        return 2 if self.kind in ("AdamW", "Adam") else 1
 
 
 @dataclass(frozen=True)
@@ -178,11 +181,15 @@ class CheckpointState:
 
     def clone(self) -> CheckpointState:
         """A deep copy: safe to keep when the file is overwritten in place or training continues."""
-        copied: dict[int, Value] = {}  # tied tensors stay tied
+        return self.copied_by(lambda value: value.detach().clone())
+
+    def copied_by(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> CheckpointState:
+        """A deep copy with this copy of each tensor. It is called once for each: tied tensors stay tied."""
+        copied: dict[int, Value] = {}
 
         def one(value: Value) -> Value:
             if id(value) not in copied:
-                copied[id(value)] = value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
+                copied[id(value)] = value.copy() if isinstance(value, np.ndarray) else copy(value)
             return copied[id(value)]
 
         def many(values: Mapping[str, Value]) -> dict[str, Value]:

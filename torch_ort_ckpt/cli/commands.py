@@ -22,6 +22,7 @@ from ..operations.diff import diff
 from ..operations.summarize import Summary, TensorSummary, summarize
 from ..operations.verify import verify
 from ..storage.files import warn
+from ..storage.paths import already_there
 from . import pages
 from .output import console, print_json, print_line, progress_bar, table
 from .writing import contents, escaped, size_of, writing_options
@@ -193,7 +194,7 @@ def run_average(options: argparse.Namespace) -> int:
     target = options.to or format_for(options.output)
     more = writing_options(options, target)
     if not options.overwrite and exists(options.output):
-        raise CheckpointError("exists already", path=options.output, remedy="Pass --overwrite to replace it.")
+        raise already_there(options.output)
     with progress_bar("averaging", sum(map(size_of, options.paths))) as advance:
         state = average(options.paths, options.weights, skip_bad=options.skip_bad, progress=advance)
     save(state, options.output, format=target, overwrite=options.overwrite, durable=not options.no_fsync, **more)

@@ -1,46 +1,37 @@
-"""Shell completion: `torch-ort-ckpt completion bash` (or zsh) prints a script made from the parser itself."""
+"""Shell completion: `torch-ort-ckpt completion bash` (zsh, fish) prints a script that `shtab` makes from the parser."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-_SCRIPT = """\
-{zsh}_torch_ort_ckpt() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}" words
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        words="{commands}"
-    else
-        case "${{COMP_WORDS[1]}}" in
-{cases}
-        esac
-    fi
-    COMPREPLY=($(compgen -W "$words" -- "$current"))
-    case "$COMP_CWORD:$current" in
-        1:* | *:-*) ;;
-        *) COMPREPLY=($(compgen -f -- "$current")) ;;
-    esac
-}}
-complete -o filenames -F _torch_ort_ckpt torch-ort-ckpt
-"""
+SHELLS = ("bash", "zsh", "fish")
 
 
-def add(subparsers: Any) -> None:
+class CommandParser(argparse.ArgumentParser):
+    """A parser that knows which of its arguments are paths, for shells to complete file names."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.paths: list[argparse.Action] = []
+
+    def add_path(self, *names: str, **options: Any) -> None:
+        """As `add_argument`, for the path of a file or folder."""
+        self.paths.append(self.add_argument(*names, **options))
+
+
+def add(subparsers: Any, root: argparse.ArgumentParser) -> None:
     summary = 'Print a completion script: eval "$(torch-ort-ckpt completion bash)" in your shell\'s start-up file.'
     parser: argparse.ArgumentParser = subparsers.add_parser("completion", help="Print a shell completion script.", description=summary)
-    parser.add_argument("shell", choices=("bash", "zsh"))
-    parser.set_defaults(run=lambda options: _run(options, subparsers.choices))
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=lambda options: _run(options.shell, root, subparsers.choices))
 
 
-def script(shell: str, commands: dict[str, argparse.ArgumentParser]) -> str:
-    """The script for one shell; zsh runs bash's through its own emulation."""
-    cases = "\n".join(
-        f'            {name}) words="{" ".join(sorted(parser._option_string_actions))}" ;;' for name, parser in sorted(commands.items())
-    )
-    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    return _SCRIPT.format(zsh=zsh, commands=" ".join(sorted(commands)), cases=cases)
+def _run(shell: str, root: argparse.ArgumentParser, commands: dict[str, CommandParser]) -> int:
+    import shtab  # takes 40 ms to import, which no other command needs
 
-
-def _run(options: argparse.Namespace, commands: dict[str, argparse.ArgumentParser]) -> int:
-    print(script(options.shell, commands), end="")
+    for parser in commands.values():
+        for action in parser.paths:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
+    print(shtab.complete(root, shell))
     return 0

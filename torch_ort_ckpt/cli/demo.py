@@ -79,7 +79,7 @@ def demo(folder: Path, overwrite: bool = False) -> Iterator[Row]:
     save(from_torch(model, optimizer, like=state), folder / "from_pytorch", format="ort")
     final = train_with_ort(folder, folder / "from_pytorch", folder / "final", inputs, labels)
     shows = f"loss {final[0]:.4f} -> {final[-1]:.4f}, step {load(folder / 'final').step}"
-    yield Row(f"take PyTorch's result on, {STEPS} steps", "ONNX Runtime", "from_pytorch -> final", shows)
+    yield Row(f"train PyTorch's result, {STEPS} steps", "ONNX Runtime", "from_pytorch -> final", shows)
 
 
 def network() -> nn.Module:

@@ -33,7 +33,6 @@ from ..formats import load, module, save
 WORKS, ABSENT, PROBLEM = "works", "absent", "problem"
 
 _OPTIONAL = {
-    "onnxscript": "ort",
     "h5py": "legacy",
     "lightning": "lightning",
     "tensorboard": "tensorboard",

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 from torch import Tensor, empty
 from torch import device as Device
 
+from ..cuda import devices
+from ..cuda.kernels import fallbacks
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs.artifacts import Artifacts
 from ..graphs.description import TensorSpec
-from .ort import cuda
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,16 @@ class Engine(Protocol):
     """Executes the graphs of one set of artifacts. `seed` determines every random number of the call (None: the graph draws none)."""
 
     name: str
+    """For messages and logs. What an engine can do is in the attributes below."""
+
     differentiable: bool
     """Whether inputs and extra outputs take part in autograd, also in evaluation, and random numbers come from torch's generator."""
+
+    runs_optimizer_graph: bool
+    """Whether `optimizer_model.onnx` can run on this device too, by `GraphUpdater`; otherwise PyTorch does the same mathematics."""
+
+    prefers_adjacent_parameters: bool
+    """Whether the optimizer graph is faster if parameters are adjacent in memory (see `ort.memory`)."""
 
     def input_specs(self, parameters: Tensors) -> Sequence[TensorSpec]:
         """The user's inputs, in order. Their types follow the parameters' where the engine supports it (`model.bfloat16()`)."""
@@ -49,19 +58,15 @@ class Engine(Protocol):
     def train(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[Tensor, ...]:
         """Outputs of the training graph, loss first. The loss is attached to autograd through the parameters that require gradients."""
 
-    def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[Tensor, ...], Tensors]:
-        """The same without autograd: outputs, and the gradient of each of `artifacts.trainable`, in tensors that nothing else uses."""
+    def step(
+        self, inputs: Tensors, parameters: Tensors, seed: int | None, reuse: Tensors | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        """The same without autograd: outputs, and the gradient of each of `artifacts.trainable`, in tensors that nothing else uses.
+
+        `reuse` are the gradients of an earlier step, which are no longer needed: the engine may overwrite and return them."""
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[Tensor, ...]:
         """Outputs of the eval graph."""
-
-
-class OverwritingEngine(Engine, Protocol):
-    """An engine that can overwrite the gradients of an earlier step, for loops that reset them anyway."""
-
-    def step_into(
-        self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
-    ) -> tuple[tuple[Tensor, ...], Tensors]: ...
 
 
 Maker = Callable[[Artifacts, EngineOptions], Engine]
@@ -86,19 +91,17 @@ def usable_device(device: str | Device) -> Device:
     """The device by name, after checking that PyTorch can use it here."""
     try:
         found = Device(device)
-        if found.type not in ("cpu", "cuda"):
-            empty(0, device=found)
+        if found.type != "cuda":
+            found = empty(0, device=found).device  # as tensors name it: "cpu:0" is "cpu" there, and "mps" is "mps:0"
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"device {device}: PyTorch can't use it here ({reason})", remedy='Use device="cpu".') from error
-    if found.type == "cuda":
-        cuda.present(found)
-    return found
+    return devices.present(found) if found.type == "cuda" else found
 
 
 def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
     """ORT if it accepts the graphs. The sessions are created at once: only ORT knows which kernels it lacks."""
-    reason = why_not_ort(options)
+    reason = why_not_ort(options) or _slow_on_cuda(artifacts, options)
     if reason is None:
         from .ort import engine as ort
 
@@ -128,3 +131,11 @@ def why_not_ort(options: EngineOptions) -> str | None:
     if options.device.type != "cpu" and options.device.type != "cuda":
         return f"onnxruntime-training does not run on {options.device.type}"
     return None
+
+
+def _slow_on_cuda(artifacts: Artifacts, options: EngineOptions) -> str | None:
+    """Why PyTorch is the better engine on CUDA: some of ONNX Runtime's kernels are for the CPU only, and every step waits for them."""
+    if options.device.type != "cuda" or artifacts.training is None:
+        return None
+    names = fallbacks(artifacts.operators)
+    return f"onnxruntime-training has no CUDA kernel for {', '.join(names)}" if names else None

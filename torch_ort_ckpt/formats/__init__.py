@@ -38,7 +38,7 @@ from ..errors import CheckpointError, MissingFileError, UnsupportedError
 from ..storage.buffers import readable
 from ..storage.files import Progress, warn
 from ..storage.folders import surviving
-from ..storage.paths import PathLike, as_path
+from ..storage.paths import PathLike, already_there, as_path
 from .savable import check_savable
 from .soundness import check_loaded
 
@@ -181,7 +181,7 @@ def save(
             f"format {format!r} can be read, not written", path=path, remedy="Write another format: convert to ort, safetensors or torch."
         )
     if not overwrite and exists(path):
-        raise CheckpointError("exists already", path=path, remedy="Pass overwrite=True (--overwrite) to replace it.")
+        raise already_there(path)
     state = dataclasses.replace(
         state,
         optimizer=dict(state.optimizer) if include_optimizer else {},
@@ -191,7 +191,7 @@ def save(
     if strict:
         check_aliases(state, path=path)
     elif stale := state.refresh_mixed_precision():
-        warn(f"{path}: {len(stale)} stale half-precision aliases are written as their masters round: {', '.join(stale[:5])}")
+        warn(f"{path}: {len(stale)} stale half-precision aliases are replaced by their rounded masters: {', '.join(stale[:5])}")
     _call(writer, format, state, place, durable=durable, progress=progress, **options)
 
 

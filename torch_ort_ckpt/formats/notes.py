@@ -79,7 +79,7 @@ def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: 
     for base, name in _of(note["aliases"], dict).items():
         alias = _of(values.pop(_of(name, str)), torch.Tensor)
         if alias.dtype not in (torch.float16, torch.bfloat16):
-            raise TypeError(f"{name} is no half-precision alias")
+            raise TypeError(f"{name} is not a half-precision alias")
         state.mixed_precision[_of(base, str)] = alias
     frozen = {_of(name, str) for name in _of(note["frozen"], list)}
     for name, value in values.items():
@@ -98,5 +98,5 @@ def rebuild(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], path: 
 def _of(value: Any, *kinds: type) -> Any:
     """The value if it has exactly one of these types (a boolean is not an integer)."""
     if type(value) not in kinds and not (torch.Tensor in kinds and isinstance(value, torch.Tensor)):
-        raise TypeError(f"{type(value).__name__} where {' or '.join(kind.__name__ for kind in kinds)} should be")
+        raise TypeError(f"expected {' or '.join(kind.__name__ for kind in kinds)}, not {type(value).__name__}")
     return value

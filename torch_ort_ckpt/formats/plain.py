@@ -80,11 +80,11 @@ _NUMBERS = (torch.int64, torch.float32, torch.float64, torch.int32)
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{type(value).__name__} where a list should be")
+        raise TypeError(f"expected a list, not {type(value).__name__}")
     return value
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} where a name should be")
+        raise TypeError(f"expected a name, not {type(value).__name__}")
     return value

@@ -5,8 +5,7 @@ States may come from users or other libraries. What can't be restored from a fil
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -14,20 +13,17 @@ from ..checkpoint.state import CheckpointState, Value, is_string
 from ..errors import UnsupportedError
 from ..storage.files import warn
 from ..storage.paths import PathLike
-from .soundness import check_partition, is_shallow, is_whole_number
+from .soundness import check_partition, encode_string, group_problems, is_unicode, names_in
 
 
 def check_savable(state: CheckpointState, path: PathLike) -> None:
     """Raise `UnsupportedError` with the field that can't be written."""
-    for kind in ("trainable", "frozen", "mixed_precision", "partitions", "optimizer", "properties"):
-        _check_names(getattr(state, kind), path, kind)
+    for field, name in names_in(state):
+        if not isinstance(name, str):
+            _refuse(f"a name that is not text: {name!r}", path, field, "Names are strings.")
+        if not is_unicode(name):
+            _refuse("a name that is not Unicode text", path, f"{field}/{name}", "Rename it.")
     for group_name, group in state.optimizer.items():
-        _check_names(group.states, path, f"optimizer/{group_name}")
-        _check_names(group.hyperparameters, path, f"optimizer/{group_name}/hyperparameters")
-        for param, moments in group.states.items():
-            _check_names(moments, path, f"optimizer/{group_name}/{param}")
-        if not is_shallow(group.hyperparameters):
-            _refuse("nested too deeply", path, f"optimizer/{group_name}/hyperparameters")
         if type(group.step) is not int:
             _refuse(f"step is a {type(group.step).__name__}, not an int", path, f"optimizer/{group_name}")
         for key in ("initial_lr", "lr"):
@@ -38,10 +34,8 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
         _refuse("both trainable and frozen", path, min(both))
     for label, value in state.tensors():
         _check_tensor(value, path, label)
-    for group_name, group in state.optimizer.items():
-        for param, moments in group.states.items():
-            if "step" in moments and not is_whole_number(moments["step"]):
-                _refuse("a step that is not one whole number", path, f"optimizer/{group_name}/{param}/step")
+    for field, problem in group_problems(state):
+        _refuse(problem, path, field)
     for name, alias in state.mixed_precision.items():
         if is_string(alias) or alias.dtype not in (torch.float16, torch.bfloat16):
             _refuse("a half-precision alias must be float16 or bfloat16", path, f"mixed_precision/{name}")
@@ -49,7 +43,7 @@ def check_savable(state: CheckpointState, path: PathLike) -> None:
             _refuse("a half-precision alias of a string tensor", path, f"mixed_precision/{name}")
     for name, text in state.properties.items():
         if isinstance(text, str):
-            _check_text(text, path, f"properties/{name}")
+            encode_string(text, path, f"properties/{name}")
     for name, info in state.partitions.items():
         try:
             check_partition(info)
@@ -69,16 +63,6 @@ def warn_of_nominal(state: CheckpointState, path: PathLike) -> None:
         warn(f"{path}: a nominal checkpoint holds no shapes and values; those of {len(held)} tensors are left out: {', '.join(held[:5])}")
 
 
-def _check_names(names: Iterable[Any], path: PathLike, where: str) -> None:
-    for name in names:
-        if not isinstance(name, str):
-            _refuse(f"a name that is not text: {name!r}", path, where, "Names are strings.")
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            _refuse("a name that is not Unicode text", path, f"{where}/{name}", "Rename it.")
-
-
 def _check_tensor(value: Value, path: PathLike, where: str) -> None:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized or value.is_nested:
@@ -91,14 +75,7 @@ def _check_tensor(value: Value, path: PathLike, where: str) -> None:
     for text in value.reshape(-1).tolist():
         if not isinstance(text, str):
             _refuse(f"a {type(text).__name__} among the strings", path, where, "Convert it to str first.")
-        _check_text(text, path, where)
-
-
-def _check_text(text: str, path: PathLike, where: str) -> None:
-    try:
-        text.encode("utf-8", "surrogateescape")  # bytes that were not UTF-8 in the source file
-    except UnicodeEncodeError:
-        _refuse("text with a lone surrogate, which is not Unicode", path, where, "Replace that character.")
+        encode_string(text, path, where)
 
 
 def _refuse(what: str, path: PathLike, field: str, remedy: str | None = None) -> NoReturn:

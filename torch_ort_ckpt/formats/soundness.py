@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..checkpoint.backing import bytes_on_disk
 from ..checkpoint.state import CheckpointState, PartitionInfo, Value, is_string, nbytes
 from ..errors import CorruptFileError, UnsupportedError
 from ..storage.paths import PathLike
@@ -13,16 +14,35 @@ from .shapes import MAX_GROWTH, element_count, growth_limit
 
 def check_loaded(state: CheckpointState, path: PathLike) -> None:
     """Raise for what no checkpoint writer produces: names that are not text, steps that are not numbers, tensors out of proportion."""
-    for field, name in _names(state):
+    for field, name in names_in(state):
         if not isinstance(name, str):
             raise CorruptFileError(f"a name that is not text ({type(name).__name__})", path=path, field=field)
+    for field, problem in group_problems(state):
+        raise CorruptFileError(problem, path=path, field=field)
+    _check_growth(state, path)
+
+
+def names_in(state: CheckpointState) -> Iterator[tuple[str, Any]]:
+    """Every name in a state, loaded or to be saved, and where it stands."""
+    for kind in ("trainable", "frozen", "mixed_precision", "partitions", "optimizer", "properties"):
+        for name in getattr(state, kind):
+            yield kind, name
+    for group_name, group in state.optimizer.items():
+        yield from ((f"optimizer/{group_name}/hyperparameters", name) for name in group.hyperparameters)
+        for param, moments in group.states.items():
+            yield f"optimizer/{group_name}", param
+            for moment in moments:
+                yield f"optimizer/{group_name}/{param}", moment
+
+
+def group_problems(state: CheckpointState) -> Iterator[tuple[str, str]]:
+    """What is wrong with the optimizer groups of a state, loaded or to be saved: (field, problem)."""
     for group_name, group in state.optimizer.items():
         for param, moments in group.states.items():
-            if "step" in moments and not is_whole_number(moments["step"]):
-                raise CorruptFileError("a step that is not one whole number", path=path, field=f"optimizer/{group_name}/{param}/step")
+            if "step" in moments and not _is_whole_number(moments["step"]):
+                yield f"optimizer/{group_name}/{param}/step", "a step that is not one whole number"
         if not is_shallow(group.hyperparameters):
-            raise CorruptFileError("nested too deeply", path=path, field=f"optimizer/{group_name}/hyperparameters")
-    _check_growth(state, path)
+            yield f"optimizer/{group_name}/hyperparameters", "nested too deeply"
 
 
 def check_partition(info: PartitionInfo) -> None:
@@ -59,9 +79,9 @@ def is_unicode(text: str) -> bool:
 
 def _check_growth(state: CheckpointState, path: PathLike) -> None:
     """Each tensor counted by itself: tied weights and expanded tensors share their bytes only in memory."""
-    if not state._buffers:
+    files = bytes_on_disk(state)
+    if files is None:
         return
-    files = sum(buffer.size for buffer in state._buffers)
     limit, total = growth_limit(files), 0
     for name, value in state.tensors():
         total += nbytes(value)
@@ -74,18 +94,7 @@ def _check_growth(state: CheckpointState, path: PathLike) -> None:
             )
 
 
-def _names(state: CheckpointState) -> Iterator[tuple[str, Any]]:
-    for kind in ("trainable", "frozen", "mixed_precision", "optimizer", "properties", "partitions"):
-        for name in getattr(state, kind):
-            yield kind, name
-    for group_name, group in state.optimizer.items():
-        for param, moments in group.states.items():
-            yield f"optimizer/{group_name}", param
-            for moment in moments:
-                yield f"optimizer/{group_name}/{param}", moment
-
-
-def is_whole_number(value: Value) -> bool:
+def _is_whole_number(value: Value) -> bool:
     if is_string(value) or value.numel() != 1 or value.is_complex():
         return False
     return value.is_meta or float(value).is_integer()

@@ -13,24 +13,28 @@ import torch
 
 from ..checkpoint.state import CheckpointState, split_half_suffix
 from ..checkpoint.state import OptimizerSpec as OptimizerSpec
-from ..errors import CheckpointError, MissingFileError, UnsupportedError
+from ..cuda.kernels import fallbacks
+from ..errors import CheckpointError, MissingFileError
 from ..formats import detect, exists, load
 from ..storage.buffers import readable
 from ..storage.paths import PathLike, as_path, refuse_url
 from .artifact_set import current_files
+from .batch_norms import shares_statistics
 from .description import (
     ACCUMULATION_BUFFER,
     ACCUMULATION_OUTPUT,
     LAZY_RESET,
     TensorSpec,
-    attributes,
+    all_nodes,
     describe_ort_file,
     is_random,
     load_model,
+    read_counters,
     read_order,
     spec_of,
 )
-from .passes.statistics import chain_statistics, shares_statistics
+from .optimizer import guess_optimizer, read_optimizer
+from .passes.batch_norm_order import chain_statistics
 
 MODELS = ("training_model", "eval_model", "optimizer_model")
 CHECKPOINTS = ("checkpoint", "initial_checkpoint", "nominal_checkpoint")
@@ -173,6 +177,11 @@ class Artifacts:
         return set(self._module_order[1])
 
     @cached_property
+    def counters(self) -> dict[str, int]:
+        """Integer buffers (`num_batches_tracked`) that grow by so much with each training step, outside the graph."""
+        return read_counters(self.training_path, self.training) if self.training_path is not None else {}
+
+    @cached_property
     def _module_order(self) -> tuple[list[str], list[str]]:
         """All names, and those of buffers."""
         found = (read_order(path, model) for path, model in ((self.training_path, self.training), (self.eval_path, self.eval)) if path)
@@ -226,9 +235,21 @@ class Artifacts:
         if self.optimizer_path is None:
             raise MissingFileError(f"no {self.prefix}optimizer_model", path=self.folder, remedy="Use a torch.optim optimizer.")
         if self.optimizer is None:
-            names = {spec.name for spec in _specs(self.optimizer_path, None, "input")}
-            return OptimizerSpec("AdamW" if "second_order_moments" in names else "SGD", known=False)
-        return _optimizer_spec(self.optimizer, self.optimizer_path)
+            return guess_optimizer(spec.name for spec in _specs(self.optimizer_path, None, "input"))
+        return read_optimizer(self.optimizer, self.optimizer_path)
+
+    @property
+    def operators(self) -> list[tuple[str, str]]:
+        """Domain and name of each node of the training graph (of the eval graph where there is none); empty for `.ort` models."""
+        model = self.training if self.training_path is not None else self.eval
+        return [(node.domain, node.op_type) for node in all_nodes(model.graph)] if model is not None else []
+
+    def on_cuda(self) -> str:
+        """Which nodes ONNX Runtime 1.19.2 runs on CUDA, in words; by the kernels it has, not by a trial."""
+        if not self.operators:
+            return "unknown (a .ort model)"
+        names = fallbacks(self.operators)
+        return f"all but {', '.join(names)}" if names else "all"
 
     def missing(self) -> list[str]:
         """What is missing, as text; empty if nothing is."""
@@ -258,6 +279,7 @@ class Artifacts:
             lines.append(f"  symbolic dimensions: {', '.join(self.dimensions)}")
         if self.optimizer is not None:
             lines.append(f"  optimizer  {self.optimizer_spec}")
+        lines.append(f"  runs on CUDA (engine ort): {self.on_cuda()}")
         if self.checkpoint_path is not None:
             lines.append(f"  checkpoint {self.checkpoint_path.name} ({detect(self.checkpoint_path)})")
         lines += [f"  missing    {line}" for line in self.missing()]
@@ -276,6 +298,7 @@ class Artifacts:
             "random",
             "eval_outputs",
             "_module_order",
+            "counters",
         ):
             getattr(self, name)
         return {key: value for key, value in self.__dict__.items() if key not in ("state", "_state")} | {"_state": None}
@@ -336,28 +359,3 @@ def _specs(path: Path | None, model: onnx.ModelProto | None, side: str) -> list[
         constants = {tensor.name for tensor in model.graph.initializer}
         return [spec_of(value) for value in getattr(model.graph, side) if value.name not in constants]
     return describe_ort_file(path, side)
-
-
-def _optimizer_spec(model: onnx.ModelProto, path: Path) -> OptimizerSpec:
-    nodes = {node.op_type: attributes(node) for node in model.graph.node}
-    clip = nodes.get("InplaceClipGradNorm")
-    max_norm = float(clip.get("max_norm", 1.0)) if clip is not None else None
-    if "AdamWOptimizer" in nodes:
-        values = nodes["AdamWOptimizer"]
-        return OptimizerSpec(
-            kind="AdamW",
-            betas=(_decimal(values.get("alpha", 0.9)), _decimal(values.get("beta", 0.999))),
-            eps=_decimal(values.get("epsilon", 1e-8)),
-            weight_decay=_decimal(values.get("weight_decay", 0.0)),
-            adam_mode=int(values.get("adam_mode", 0)),
-            correct_bias=bool(values.get("correct_bias", 1)),
-            max_norm=max_norm,
-        )
-    if "SGDOptimizerV2" in nodes:
-        return OptimizerSpec(kind="SGD", betas=(0.0, 0.0), eps=0.0, max_norm=max_norm)
-    raise UnsupportedError(f"an optimizer graph of {', '.join(sorted(nodes))}", path=path, remedy="Use a torch.optim optimizer.")
-
-
-def _decimal(value: float) -> float:
-    """The attribute as it was entered: graphs hold float32, so 0.999 is read as 0.9990000128746033."""
-    return float(f"{value:.7g}")

@@ -1,4 +1,4 @@
-"""ONNX graphs of training artifacts: what their inputs and outputs are, and the few changes they need before they run."""
+"""What a graph holds: its inputs and outputs, nodes and their attributes, gradients, the order of the module's parameters."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ LAZY_RESET = "lazy_reset_grad"
 ORDER = "torch_ort_ckpt.order"
 """Key of a graph's metadata that says in which order the exported module has its parameters and buffers."""
 PADDING = "padding_idx="
+DETACHED = "detached"
+"""Doc string of an Identity through which no gradient flows (`Tensor.detach`, `torch.no_grad`)."""
+LABELS = "torch_ort_ckpt.labels"
+"""Key of a graph's metadata: input -> [number of classes, the label that is left out]."""
+COUNTERS = "torch_ort_ckpt.counters"
+"""Key of a graph's metadata that says which integer buffers (`num_batches_tracked`) grow by how much with each training step."""
 
 RANDOM_OPS = frozenset(
     {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial"}
@@ -146,6 +152,34 @@ def read_order(path: str | os.PathLike[str], model: onnx.ModelProto | None) -> t
     return found
 
 
+def read_labels(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
+    """The inputs of a graph that are class indices: the number of classes, and the label that is left out, where the graph records them."""
+    text = next((entry.value for entry in model.metadata_props if entry.key == LABELS), "{}")
+    try:
+        return {str(name): (int(classes), int(ignored)) for name, (classes, ignored) in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(
+            f"not names with two whole numbers ({error})", field=LABELS, remedy="Export again, or remove this entry of the metadata."
+        ) from error
+
+
+def read_counters(path: str | os.PathLike[str], model: onnx.ModelProto | None) -> dict[str, int]:
+    """The integer buffers that grow with each training step, and by how much, where the graph records them."""
+    if model is not None:
+        text = next((entry.value for entry in model.metadata_props if entry.key == COUNTERS), "{}")
+    else:
+        text = _open_ort_file(path).get_modelmeta().custom_metadata_map.get(COUNTERS, "{}")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(type(steps) is int for steps in found.values()):
+        raise CorruptFileError(
+            "not names with whole numbers", path=path, field=COUNTERS, remedy="Export again, or remove this entry of the metadata."
+        )
+    return found
+
+
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {item.name: attribute_value(item) for item in node.attribute}
 
@@ -157,24 +191,37 @@ def attribute_value(item: onnx.AttributeProto) -> Any:
         raise CorruptFileError(f"an attribute that has no value ({error})", field=item.name) from error
 
 
-def with_inferred_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the types and shapes of its values, as far as they can be found."""
-    try:
-        return onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True)
-    except (*ONNX_ERRORS, ValueError) as error:
-        raise UnsupportedError(
-            f"its shapes can't be inferred ({str(error).strip()})",
-            remedy="The graph is inconsistent: export it again, with another opset or exporter.",
-        ) from error
-
-
 def all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
     """Every node, those inside If / Loop bodies too."""
     for node in graph.node:
         yield node
-        for item in node.attribute:
-            for body in [item.g] if item.type == onnx.AttributeProto.GRAPH else item.graphs:
-                yield from all_nodes(body)
+        for body in bodies(node):
+            yield from all_nodes(body)
+
+
+def bodies(node: onnx.NodeProto) -> Iterable[onnx.GraphProto]:
+    """The graphs inside a node: the branches of an If, the body of a Loop."""
+    for item in node.attribute:
+        yield from [item.g] if item.type == onnx.AttributeProto.GRAPH else item.graphs
+
+
+def reads(node: onnx.NodeProto) -> Iterable[str]:
+    """The values that a node reads, inside If / Loop bodies too."""
+    yield from node.input
+    for body in bodies(node):
+        for inner in all_nodes(body):
+            yield from inner.input
+
+
+def standard_opset(model: onnx.ModelProto) -> int:
+    """The version of the standard operators that the model uses."""
+    return max((int(item.version) for item in model.opset_import if item.domain in ("", "ai.onnx")), default=1)
+
+
+def copy_of(model: onnx.ModelProto) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    return copy
 
 
 def padding_row(node: onnx.NodeProto) -> int | None:

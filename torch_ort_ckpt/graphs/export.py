@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import fnmatch
 import functools
-import inspect
-import io
 import logging
-import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
 import torch
-from onnx import numpy_helper
 from torch import nn
 
 from ..checkpoint.state import CheckpointState
-from ..dtypes import ALIASABLE
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError
 from ..formats import save
 from ..storage.paths import PathLike, as_path
 from .artifact_set import pending_set, refuse_existing
 from .artifacts import MODELS, Artifacts, OptimizerSpec
-from .description import load_model, write_order
-from .gradients.dynamic_check import BATCH_NORMS, check_dynamic, refuse_fixed
-from .gradients.ort_builder import build_gradients
-from .limits import refuse_control_flow, refuse_frozen_recurrent
+from .description import write_order
+from .gradients.clients import client_of
 from .optimizer import optimizer_model, optimizer_spec
-from .passes.forward import cap_ir_version, rename_initializers, repair_forward, single_batch_norm_outputs, stop_padding_gradients
-from .passes.statistics import chain_statistics
-from .passes.training import repair_training
-
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 _log = logging.getLogger(__name__)
 
 Stage = Callable[[str], None]
 """Called with a short description when a stage of the export begins."""
+
+BUILDERS = ("auto", "torch", "ort")
 
 
 def export_artifacts(
@@ -51,10 +37,13 @@ def export_artifacts(
     loss: Any = "cross_entropy",
     optimizer: str | OptimizerSpec | torch.optim.Optimizer | None = "adamw",
     *,
+    example_targets: Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | torch.Tensor | None = None,
     frozen: Iterable[str] = (),
     extra_outputs: bool | Sequence[str] = False,
     dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
     prefix: str = "",
+    builder: str = "auto",
+    for_ort: str | None = None,
     exporter: str = "auto",
     opset: int | None = None,
     class_axis: int | None = None,
@@ -64,65 +53,107 @@ def export_artifacts(
 ) -> Artifacts:
     """Write training, eval and optimizer model and checkpoint into `folder`: all of them, or (on an error or a crash) none.
 
-    - `loss`: "cross_entropy", "mse", "bce_with_logits" or "l1" (on the module's first output, against an input `labels` or `target`), an
-      `onnxruntime.training.onnxblock.Block`, or None where the module itself returns the loss.
-    - `optimizer`: "adamw" and "sgd" with PyTorch's defaults, an `OptimizerSpec`, a `torch.optim.AdamW` or `SGD` to take the
-      hyper-parameters from, or None. `OptimizerSpec(max_norm=...)` clips gradients.
-    - `frozen`: names or patterns (`encoder.*`) of parameters without gradients; those that do not require any are frozen anyway.
+    - `example_inputs`: what the module's forward takes, by position or by name, then what the loss takes. Arguments that are not tensors
+      stay as they are.
+    - `loss`: "cross_entropy", "mse", "bce_with_logits" or "l1" (on the module's first output, against an input `labels` or `target`), a
+      module of `torch.nn`, a function of (outputs, targets...), or None where the module itself returns the loss first. The inputs of a
+      loss are called as in its signature. Losses of `torch.nn` need no example of their target; for others it is part of
+      `example_inputs`, or `example_targets`.
+    - `optimizer`: "adamw", "adam" and "sgd" with PyTorch's defaults, an `OptimizerSpec`, a `torch.optim.AdamW`, `Adam` or `SGD` to take
+      the hyper-parameters from, or None. `OptimizerSpec(max_norm=...)` clips gradients.
+    - `frozen`: names or patterns (`encoder.*`) of parameters without gradients; those that do not require any, or that the loss does not
+      depend on, are frozen anyway.
     - `extra_outputs`: also return the module's outputs (True), or the named ones.
     - `dynamic_shapes`: input -> {axis: name of the dimension}; by default axis 0 of every input is `batch`. `{}` fixes all sizes.
-      A requested dimension that the module fixes is an error: the exported graph is run at another size and compared with the module.
+      A requested dimension that the module fixes is an error.
     - `class_axis`: where `loss="cross_entropy"` finds the classes in an output with more than two dimensions: 1, as
       `torch.nn.functional.cross_entropy` takes it, or -1, as language models give them.
-    - `exporter`: "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the older where it fails.
+    - `builder`: who makes the gradients: "torch" (PyTorch; needs no onnxruntime) or "ort" (ONNX Runtime's own builder, which takes an
+      `onnxruntime.training.onnxblock.Block` as loss, too). "auto" is "torch", unless such a loss or an `exporter` is given.
+    - `for_ort`: the release that will train, "1.16" to "1.19". By default 1.18 and later.
+    - `exporter`: for ORT's builder, "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the
+      older where it fails.
     - `overwrite`: replace artifacts that are already in `folder`.
     """
     tell = progress or (lambda text: _log.info("%s", text))
     place = as_path(folder)
     owns = functools.partial(_is_artifact, prefix)
     refuse_existing(place, owns, overwrite)
-    inputs = _named_inputs(module, example_inputs)
-    dynamic = {name: {0: "batch"} for name, value in inputs.items() if value.dim()} if dynamic_shapes is None else dynamic_shapes
+    client = client_of(for_ort)
     spec = optimizer_spec(optimizer)
-    trainable = _trainable(module, frozen)
-    _refuse_statistics(module)
-    padding = _padding_rows(module)
-    tell("exporting the forward graph")
-    model = _export(module, inputs, dynamic, trainable, exporter, opset, tell)
-    for line in repair_forward(model):
-        _log.info("%s", line)
-    buffers = {name for name, _ in module.named_buffers()}
-    initializers = {tensor.name for tensor in model.graph.initializer}
-    fixed = [name for name, _ in module.named_parameters() if name in initializers and name not in trainable]
-    fixed += sorted(buffers & initializers)
-    extras = _extra_outputs(model, extra_outputs, loss)
+    client.refuse_module(module)
+    made = _build(
+        _builder(builder, loss, exporter),
+        module,
+        example_inputs,
+        loss,
+        exporter=exporter,
+        example_targets=example_targets,
+        class_axis=class_axis,
+        frozen=frozen,
+        extra_outputs=extra_outputs,
+        dynamic_shapes=dynamic_shapes,
+        opset=opset,
+        tell=tell,
+    )
     with pending_set(place, owns, overwrite=overwrite) as pending:
-        tell("building the gradient graph")
-        build_gradients(model, trainable, fixed, loss, class_axis, extras, pending.path, prefix)
-        names = [f"{prefix}training_model.onnx", f"{prefix}eval_model.onnx"]
-        training, evaluation = (load_model(pending.path / name, weights=True) for name in names)
-        refuse_frozen_recurrent(training, place / names[0])
-        chain_statistics(training, evaluation)
-        for line in repair_training(training):
-            _log.info("%s", line)
-        stop_padding_gradients(training, padding)
-        single_batch_norm_outputs(evaluation)
-        for name, graph in zip(names, (training, evaluation), strict=True):
-            cap_ir_version(graph)
-            refuse_fixed(graph, dynamic, place / name)
-            write_order(graph, module)
-            onnx.save(graph, pending.path / name)
-        if spec is not None:
-            names.append(f"{prefix}optimizer_model.onnx")
-            onnx.save(optimizer_model(spec, opset=_opset(model)), pending.path / names[-1])
         tell("writing the artifacts")
-        state = _state(module, trainable, set(fixed))
+        models = {f"{prefix}training_model.onnx": made.training, f"{prefix}eval_model.onnx": made.evaluation}
+        for graph in models.values():
+            write_order(graph, module)
+        if spec is not None:
+            models[f"{prefix}optimizer_model.onnx"] = optimizer_model(spec, opset=_opset(made.training))
+        for name, graph in models.items():
+            client.adapt(graph)
+            onnx.save(graph, pending.path / name)
+        state = client.state(made.trainable, made.states)
+        names = list(models)
         checkpoints = {f"{prefix}checkpoint": state} | ({f"{prefix}nominal_checkpoint": _nominal(state)} if nominal else {})
         for name, content in checkpoints.items():
-            save(content, pending.path / name, format="ort")
+            save(content, pending.path / name, format="ort", version=client.checkpoint_version)
             names += [part for part in (name, f"{name}.data") if (pending.path / part).exists()]
-        pending.commit(names, overwrite=overwrite)
+        pending.commit(names)
     return Artifacts.load(place, prefix=prefix)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a builder returns: the models, which parameters are trained, and the values of everything that the checkpoint holds."""
+
+    training: onnx.ModelProto
+    evaluation: onnx.ModelProto
+    trainable: list[str]
+    states: dict[str, torch.Tensor]
+
+
+def _build(
+    builder: str, module: nn.Module, example_inputs: Any, loss: Any, *, exporter: str, example_targets: Any, **options: Any
+) -> _Made:
+    if builder == "ort":
+        from .gradients.ort_forward import build_with_ort
+
+        if example_targets is not None:
+            raise CheckpointError("example_targets is for builder='torch'", remedy="Leave it out.")
+        return _Made(*build_with_ort(module, example_inputs, loss, exporter=exporter, **options))
+    from .gradients.contract import training_model
+    from .gradients.torch_builder import build
+
+    found = build(module, example_inputs, loss, example_targets=example_targets, **options)
+    training, as_float = training_model(found.graph, list(found.states))
+    states = {name: value.to(torch.float32) if name in as_float else value for name, value in found.states.items()}
+    return _Made(training, found.evaluation, found.trainable, states)
+
+
+def _builder(builder: str, loss: Any, exporter: str) -> str:
+    if builder not in BUILDERS:
+        raise CheckpointError(f"no builder {builder!r}", remedy='Use "auto", "torch" or "ort".')
+    from_ort = any(kind.__module__.startswith("onnxruntime.") for kind in type(loss).__mro__)
+    if builder == "auto":
+        return "ort" if from_ort or exporter != "auto" else "torch"
+    if builder == "torch" and (from_ort or exporter != "auto"):
+        what = "a loss made of onnxblock" if from_ort else f"exporter={exporter!r}"
+        raise CheckpointError(f"{what} is for ONNX Runtime's builder", remedy='Use builder="ort", or a loss in PyTorch.')
+    return builder
 
 
 def _is_artifact(prefix: str, name: str) -> bool:
@@ -132,216 +163,11 @@ def _is_artifact(prefix: str, name: str) -> bool:
     return name in names
 
 
-def _named_inputs(module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
-    if isinstance(example, Mapping):
-        return dict(example)
-    values = [example] if isinstance(example, torch.Tensor) else list(example)
-    names = [
-        name
-        for name, parameter in inspect.signature(module.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    names += [f"input{index}" for index in range(len(names), len(values))]  # *args
-    return dict(zip(names, values, strict=False))
-
-
-def _refuse_statistics(module: nn.Module) -> None:
-    """Raise for running statistics that no graph can compute as PyTorch does: they would be silently wrong."""
-    for name, part in module.named_modules():
-        if isinstance(part, _INSTANCE_NORMS) and part.track_running_stats:
-            what = "an InstanceNorm that tracks running statistics, which no exporter writes"
-            raise UnsupportedError(what, field=name, remedy="Pass track_running_stats=False.")
-        if isinstance(part, BATCH_NORMS) and part.track_running_stats and part.momentum is None:
-            what = "a BatchNorm with momentum=None, whose average over all batches ONNX can't express"
-            raise UnsupportedError(what, field=name, remedy="Give it a momentum, 0.1 for example.")
-
-
-def _trainable(module: nn.Module, frozen: Iterable[str]) -> list[str]:
-    parameters = dict(module.named_parameters())
-    patterns = [frozen] if isinstance(frozen, str) else list(frozen)
-    for pattern in patterns:
-        if not fnmatch.filter(parameters, pattern):
-            raise CheckpointError(f"frozen={pattern!r} matches no parameter", remedy=f"There are: {', '.join(list(parameters)[:8])} ...")
-    chosen = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    ]
-    if not chosen:
-        raise CheckpointError("no parameter is left to train", remedy="Freeze fewer.")
-    return chosen
-
-
-def _export(
-    module: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    dynamic: Mapping[str, Mapping[int, str]],
-    trainable: Sequence[str],
-    exporter: str,
-    opset: int | None,
-    tell: Stage,
-) -> onnx.ModelProto:
-    makers = {"dynamo": _export_current, "torchscript": _export_older}
-    if exporter != "auto" and exporter not in makers:
-        raise CheckpointError(f"no exporter {exporter!r}", remedy='Use "auto", "dynamo" or "torchscript".')
-    failures = []
-    for name, maker in makers.items():
-        if exporter not in ("auto", name):
-            continue
-        twin = copy.deepcopy(module).cpu().train()  # exporting in training mode runs the module, which would shift BatchNorm's statistics
-        try:
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _quiet_registration():
-                warnings.simplefilter("ignore")
-                model = maker(twin, inputs, dynamic, opset)
-            rename_initializers(model, _tied_names(module))
-            if missing := sorted(set(trainable) - {tensor.name for tensor in model.graph.initializer}):
-                raise UnsupportedError(
-                    f"the exporter lost or renamed {', '.join(missing[:5])}", remedy='Try the other exporter ("torchscript" or "dynamo").'
-                )
-            _set_values(model, module)
-            cap_ir_version(model)
-            refuse_control_flow(model, trainable)
-            check_dynamic(model, module, inputs, dynamic)
-            return model
-        except _EXPORT_ERRORS as error:
-            failures.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
-            tell(f"{name} exporter failed, {failures[-1]}")
-    raise UnsupportedError(
-        f"no exporter can express this module ({'; '.join(failures)})",
-        remedy="Simplify the forward, or export it yourself and call onnxruntime.training.artifacts.generate_artifacts.",
-    )
-
-
-_EXPORT_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError, CheckpointError)
-"""Exceptions that exporters have been seen to raise; all failures are reported if none succeeds."""
-
-
-@contextlib.contextmanager
-def _quiet_registration() -> Iterator[None]:
-    """PyTorch's exporter warns about every missing torchvision operator, needed or not."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _export_current(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], opset: int | None
-) -> onnx.ModelProto:
-    dims = {name: torch.export.Dim(name) for sizes in dynamic.values() for name in sizes.values()}
-    shapes = {name: {axis: dims[dim] for axis, dim in dynamic.get(name, {}).items()} for name in inputs}
-    # optimize=True would fold BatchNorm and rename weights: wrong gradients without any error.
-    program = torch.onnx.export(
-        module,
-        (),
-        kwargs=dict(inputs),
-        dynamo=True,
-        optimize=False,
-        opset_version=opset or 18,
-        dynamic_shapes=shapes if dims else None,
-        verbose=False,
-    )
-    if program is None:
-        raise UnsupportedError("the exporter returned nothing", remedy='Try exporter="torchscript".')
-    return _rename_outputs(program.model_proto)
-
-
-def _export_older(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], opset: int | None
-) -> onnx.ModelProto:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "forward.onnx"
-        torch.onnx.export(
-            module,
-            tuple(inputs.values()),
-            path,
-            dynamo=False,
-            opset_version=opset or 15,
-            training=torch.onnx.TrainingMode.TRAINING,
-            do_constant_folding=False,
-            input_names=list(inputs),
-            dynamic_axes={name: dict(sizes) for name, sizes in dynamic.items() if sizes},
-        )
-        return _rename_outputs(load_model(path, weights=True))
-
-
-def _rename_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`output`, or `output0`, `output1`, ...: the names of extra outputs."""
-    outputs = list(model.graph.output)
-    taken = {tensor.name for tensor in model.graph.initializer} | {value.name for value in model.graph.input}
-    for index, value in enumerate(outputs):
-        new = "output" if len(outputs) == 1 else f"output{index}"
-        if value.name in taken or new in taken:
-            continue
-        for node in model.graph.node:
-            for names in (node.input, node.output):
-                for position, name in enumerate(names):
-                    if name == value.name:
-                        names[position] = new
-        value.name = new
-    return model
-
-
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Second and later names of tied parameters and buffers -> the first."""
-    first = {id(value): name for name, value in [*module.named_parameters(), *module.named_buffers()]}
-    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {name: first[id(value)] for name, value in everything if first[id(value)] != name}
-
-
-def _padding_rows(module: nn.Module) -> dict[str, int]:
-    """Embedding weight -> the row without gradient."""
-    names = {id(value): name for name, value in module.named_parameters()}
-    found: dict[str, set[int | None]] = {}
-    for part in module.modules():
-        if isinstance(part, nn.Embedding) and id(part.weight) in names:
-            found.setdefault(names[id(part.weight)], set()).add(part.padding_idx)
-    for name, rows in found.items():
-        if len(rows) > 1:
-            raise UnsupportedError(
-                "several embeddings with one weight and different padding_idx: ONNX can't tell them apart",
-                field=name,
-                remedy="Give all of them the same padding_idx.",
-            )
-    return {name: row for name, (row,) in found.items() if row is not None}
-
-
-def _set_values(model: onnx.ModelProto, module: nn.Module) -> None:
-    """The weights as they are in the module, not as the exporter's trial run left them."""
-    values = dict([*module.named_parameters(), *module.named_buffers()])
-    for index, tensor in enumerate(model.graph.initializer):
-        value = values.get(tensor.name)
-        if value is not None and value.dtype != torch.bfloat16 and list(tensor.dims) == list(value.shape):
-            model.graph.initializer[index].CopyFrom(numpy_helper.from_array(value.detach().cpu().numpy(), tensor.name))
-
-
-def _extra_outputs(model: onnx.ModelProto, wanted: bool | Sequence[str], loss: Any) -> list[str]:
-    outputs = [value.name for value in model.graph.output]
-    if wanted is True:
-        return outputs if loss is not None else outputs[1:]
-    names = list(wanted or ())
-    if unknown := [name for name in names if name not in outputs]:
-        raise CheckpointError(f"the module has no output {unknown[0]!r}", remedy=f"It has: {', '.join(outputs)}.")
-    return names
-
-
-def _state(module: nn.Module, trainable: Sequence[str], fixed: set[str]) -> CheckpointState:
-    parameters = {name: value.detach().cpu() for name, value in module.named_parameters()}
-    buffers = {name: value.detach().cpu() for name, value in module.named_buffers()}
-    frozen = {name: value for name, value in parameters.items() if name in fixed}
-    # Buffers that no graph reads (BatchNorm's num_batches_tracked) are kept: ORT preserves them.
-    frozen |= {name: value for name, value in buffers.items() if name in fixed or value.dtype in ALIASABLE}
-    return CheckpointState(trainable={name: parameters[name] for name in trainable}, frozen=frozen)
-
-
 def _nominal(state: CheckpointState) -> CheckpointState:
     def empty(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: torch.empty((), dtype=value.dtype, device="meta") for name, value in values.items()}
 
-    return CheckpointState(trainable=empty(state.trainable), frozen=empty(state.frozen), nominal=True)
+    return CheckpointState(trainable=empty(state.trainable), frozen=empty(state.frozen), nominal=True, format_version=state.format_version)
 
 
 def _opset(model: onnx.ModelProto) -> int:

@@ -13,9 +13,8 @@ import onnx
 from onnx import numpy_helper
 
 from ..errors import UnsupportedError
-from .description import RECURRENT_OPS, all_nodes, attributes, gradient_names
-from .passes.statistics import reads
-from .passes.training import Shape, shapes
+from .description import RECURRENT_OPS, all_nodes, attributes, gradient_names, reads
+from .shapes import Shape, shapes
 
 _FIX = 'Fix every symbolic dimension: OrtModule(..., dimensions={"batch": 8}); or use engine="torch".'
 

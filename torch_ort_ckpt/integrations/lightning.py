@@ -23,7 +23,7 @@ from torch import nn
 
 from ..checkpoint.bridge import from_torch, group_from_torch
 from ..checkpoint.state import CheckpointState
-from ..checkpoint.training_graph import TrainingGraph
+from ..checkpoint.training_graph import GraphOptimizer, TrainingGraph, only_graph
 from ..errors import CheckpointError, CorruptFileError, MissingDependencyError, MissingFileError, UnsupportedError
 from ..formats import save
 from ..formats.safetensors.checkpoint import files
@@ -32,7 +32,7 @@ from ..storage.buffers import readable
 from ..storage.files import warn
 from ..storage.paths import as_path, refuse_url
 from ..training import tree
-from ..training.directory import pending_folder, recover, remove
+from ..training.directory import pending_checkpoint, recover, remove
 from ..training.entry import MANIFEST, SHARED, read_entry, write_manifest, write_state, write_tree
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -156,14 +156,12 @@ def _callback(pl: Any) -> type:
 def training_state(trainer: Any, part: str | None = None, *, include_optimizer: bool = True) -> CheckpointState:
     """The state of a Trainer's module (or the `part` of it) and its optimizer, tensors as they are."""
     root: nn.Module = trainer.lightning_module
-    chosen = root.get_submodule(part) if part is not None else _only_graph(root) or root
+    chosen = root.get_submodule(part) if part is not None else only_graph(root) or root
     optimizer = trainer.optimizers[0] if include_optimizer and trainer.optimizers else None
     properties: dict[str, int | float | str] = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
     if isinstance(chosen, TrainingGraph):
-        from ..runtime.optimizer import OrtOptimizer  # imports onnx, which such a module has already imported
-
         inner = _unwrapped(optimizer)
-        if inner is None or isinstance(inner, OrtOptimizer):
+        if inner is None or isinstance(inner, GraphOptimizer):
             return chosen.checkpoint(inner, properties=properties)
     held = {id(parameter) for parameter in chosen.parameters()}
     whole = optimizer is not None and all(id(p) in held for group in optimizer.param_groups for p in group["params"])
@@ -175,7 +173,7 @@ def write_lightning(checkpoint: Mapping[str, Any], path: Path) -> None:
     state = _state_of(checkpoint, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path)
-    with pending_folder(path, asked=True) as pending:
+    with pending_checkpoint(path, asked=True) as pending:
         files = write_state(pending.path, state, durable=True)
         files |= write_tree(pending.path, SHARED, *tree.encode(dict(checkpoint), tree.labels(state)), durable=True)
         write_manifest(pending.path, int(checkpoint.get("global_step", 0)), 1, {}, files, durable=True)
@@ -220,11 +218,6 @@ def _state_of(checkpoint: Mapping[str, Any], path: Path) -> CheckpointState:
             members = {named[index]: optimizers[0]["state"].get(index, {}) for index in group["params"]}
             state.optimizer[f"group{number}"] = group_from_torch(group, members)
     return state
-
-
-def _only_graph(root: nn.Module) -> nn.Module | None:
-    found = [module for module in root.modules() if isinstance(module, TrainingGraph)]
-    return found[0] if len(found) == 1 else None
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
+from ..checkpoint.backing import release_pages
 from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, same_number, same_tensor
 from ..errors import CheckpointError
 from ..formats import load
@@ -40,13 +42,13 @@ def average(
     given = _checked_weights(weights, len(sources))
     labels = [os.fspath(as_path(source)) if not isinstance(source, CheckpointState) else f"state {n}" for n, source in enumerate(sources)]
     states = [source if isinstance(source, CheckpointState) else load(source) for source in sources]
-    own = [buffer for source, state in zip(sources, states, strict=True) if source is not state for buffer in state._buffers]
+    loaded = [state for source, state in zip(sources, states, strict=True) if source is not state]
     for label, state in zip(labels, states, strict=True):
         _check_same_tensors(states[0], state, label)
 
     def mean_of(chosen: list[int]) -> tuple[CheckpointState, dict[int, str]]:
         shares = _normalised([given[n] for n in chosen])
-        work = _Averager(shares, [labels[n] for n in chosen], lambda: [buffer.release() for buffer in own], progress, skip_bad)
+        work = _Averager(shares, [labels[n] for n in chosen], partial(release_pages, *loaded), progress, skip_bad)
         result = work.state([states[n] for n in chosen])
         if work.disagreement and not work.bad:
             raise work.disagreement

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
 import warnings
 from typing import Any
 
 import torch
 
+from ..checkpoint.backing import release_pages
 from ..checkpoint.bridge import weight_as
 from ..checkpoint.names import NameMap
 from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, nbytes, same_ends, same_tensor
 from ..errors import CheckpointError
 from ..formats import format_for, load, save
-from ..storage.buffers import FileBuffer
-from ..storage.files import Progress, ReadBack
+from ..storage.files import Progress
 from ..storage.paths import PathLike, as_path, refuse_url
+from ..storage.read_back import ReadBack, reading_back
 
 _RELEASE_EVERY = 64 << 20
 
@@ -56,7 +57,7 @@ def convert(
     place = as_path(destination)
     target = to_format or format_for(place)
     state = load(source, format=from_format, **(read_options or {}))
-    buffers = state._buffers
+    loaded = state
     state = dataclasses.replace(
         state,
         optimizer=state.optimizer if include_optimizer else {},
@@ -69,20 +70,19 @@ def convert(
         state = renamed(state, names if isinstance(names, NameMap) else read_name_map(names))
     if dtype is not None:
         state = as_dtype(state, dtype)
-    advance = _releasing(buffers, progress)
-    reader = ReadBack(advance) if verify and hasattr(os, "preadv") else None
-    save(
-        state,
-        destination,
-        format=target,
-        include_mixed_precision=include_mixed_precision,
-        overwrite=overwrite,
-        durable=durable,
-        progress=reader or advance,
-        **options,
-    )
+    with reading_back() if verify else contextlib.nullcontext() as reader:
+        save(
+            state,
+            destination,
+            format=target,
+            include_mixed_precision=include_mixed_precision,
+            overwrite=overwrite,
+            durable=durable,
+            progress=_releasing([loaded], progress),
+            **options,
+        )
     if verify:
-        _verify(state, destination, target, buffers, options, reader)
+        _verify(state, destination, target, loaded, options, reader)
     return state
 
 
@@ -134,7 +134,7 @@ def read_name_map(path: PathLike) -> NameMap:
     return NameMap.from_dict(content)
 
 
-def _releasing(buffers: tuple[FileBuffer, ...], progress: Progress | None) -> Progress:
+def _releasing(loaded: list[CheckpointState], progress: Progress | None) -> Progress:
     """Report progress, and give back the pages of the source that have been written."""
     held = 0
 
@@ -143,8 +143,7 @@ def _releasing(buffers: tuple[FileBuffer, ...], progress: Progress | None) -> Pr
         held += count
         if held >= _RELEASE_EVERY:
             held = 0
-            for buffer in buffers:
-                buffer.release()
+            release_pages(*loaded)
         if progress:
             progress(count)
 
@@ -155,7 +154,7 @@ def _verify(
     state: CheckpointState,
     destination: PathLike,
     target: str,
-    buffers: tuple[FileBuffer, ...],
+    loaded: CheckpointState,
     options: dict[str, Any],
     reader: ReadBack | None,
 ) -> None:
@@ -163,14 +162,14 @@ def _verify(
     index points to them."""
     again = load(destination, format=target)
     read = dict(again.tensors())
-    release = _releasing((*buffers, *again._buffers), None)
+    release = _releasing([loaded, again], None)
 
     def same(name: str, value: Value) -> bool:
         if options.get("groups") == "merge" and name.startswith("optimizer/"):
             return True
         if name not in read:
             return target == "onnx"  # a model holds only tensors it has initializers for; the writer has warned
-        if reader and not is_string(value) and (value.data_ptr(), nbytes(value)) in reader.compared:
+        if reader and not is_string(value) and value in reader:
             return same_ends(value, read[name])
         release(nbytes(value))
         return same_tensor(value, read[name])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.backing import release_pages
 from ..checkpoint.notebook import html_table
 from ..checkpoint.state import CheckpointState, Value, is_string, nbytes, same_number, same_tensor
 from ..dtypes import short_name
@@ -84,12 +85,25 @@ def diff(
     a: CheckpointState | PathLike, b: CheckpointState | PathLike, *, atol: float = 0.0, rtol: float = 0.0, progress: Progress | None = None
 ) -> DiffReport:
     """Compare tensors, steps, rates and properties. With the default tolerances equal means equal bits (NaN included)."""
+    left = a if isinstance(a, CheckpointState) else load(a)
+    right = b if isinstance(b, CheckpointState) else load(b)
+    loaded = [state for source, state in ((a, left), (b, right)) if source is not state]
+    return compare(left, right, atol=atol, rtol=rtol, progress=progress, release=loaded)
+
+
+def compare(
+    left: CheckpointState,
+    right: CheckpointState,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    progress: Progress | None = None,
+    release: Sequence[CheckpointState] = (),
+) -> DiffReport:
+    """`diff` of two states. The pages of those in `release` are given back after each tensor."""
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not value >= 0:
             raise CheckpointError(f"{name} must not be negative", remedy="Use 0 for bit for bit.")
-    left = a if isinstance(a, CheckpointState) else load(a)
-    right = b if isinstance(b, CheckpointState) else load(b)
-    buffers = [buffer for source, state in ((a, left), (b, right)) if source is not state for buffer in state._buffers]
     report = DiffReport()
     tensors_a, tensors_b = dict(left.tensors()), dict(right.tensors())
     for name in sorted(tensors_a.keys() | tensors_b.keys()):
@@ -98,8 +112,7 @@ def diff(
             report.differences.append(Difference(name, "only in a" if name in tensors_a else "only in b"))
         elif found := compare_tensors(name, tensors_a[name], tensors_b[name], atol, rtol):
             report.differences.append(found)
-        for buffer in buffers:
-            buffer.release()
+        release_pages(*release)
         if progress:
             progress(sum(nbytes(side[name]) for side in (tensors_a, tensors_b) if name in side))
     _compare_values(report, "", {"nominal": left.nominal}, {"nominal": right.nominal})

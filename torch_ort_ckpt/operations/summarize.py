@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.backing import release_pages
 from ..checkpoint.state import CheckpointState, Value, is_string, nbytes
 from ..dtypes import short_name
 from ..formats import detect, load, read_by
@@ -79,8 +80,7 @@ def summarize(
             own = tuple(sorted(moments.get(param, ()))) if kind != "alias" else ()
             dtype = "string" if is_string(value) else short_name(value.dtype)
             tensors.append(TensorSummary(param, kind, dtype, tuple(value.shape), nbytes(value), own, found))
-            for buffer in state._buffers:
-                buffer.release()
+            release_pages(state)
             if progress:
                 progress(nbytes(value))
     return Summary(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..checkpoint.backing import release_pages
 from ..checkpoint.state import CheckpointState, Value, is_string
 from ..errors import CheckpointError, printable
 from ..formats import detect, load, module
@@ -47,8 +48,7 @@ def verify(path: PathLike, *, format: str | None = None, repair: bool = False, p
         for name, value in state.tensors():
             result.tensors += 1
             result.problems += [printable(f"{name}: {problem}") for problem in tensor_problems(value)]
-            for buffer in state._buffers:
-                buffer.release()
+            release_pages(state)
             if progress:
                 progress(0 if is_string(value) else value.nbytes)
         result.problems += map(printable, state_problems(state))

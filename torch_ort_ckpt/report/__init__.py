@@ -7,33 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from importlib import resources
 from typing import Any
 
-from ..errors import CheckpointError
 from ..storage.files import atomic_write
-from ..storage.paths import PathLike, as_path
+from ..storage.paths import PathLike, as_path, refuse_existing
 from .comparison import comparison
 from .inspection import inspection
 
 __all__ = ["comparison", "inspection", "render", "write"]
 
-_START = "<!doctype html>"
 
-
-def write(content: dict[str, Any], path: PathLike) -> None:
-    """Write the page. Replaces an older page, but no other file."""
-    if os.path.lexists(as_path(path)):
-        try:
-            with open(path, "rb") as file:
-                ours = file.read(len(_START)) == _START.encode()
-        except OSError as error:
-            raise CheckpointError(
-                f"can't be written ({error.strerror})", path=path, remedy="Choose a file that you may write to."
-            ) from error
-        if not ours:
-            raise CheckpointError("exists already, and is not a report", path=path, remedy="Choose another name for the page.")
+def write(content: dict[str, Any], path: PathLike, *, overwrite: bool = False) -> None:
+    """Write the page. An existing file is replaced only with `overwrite`."""
+    refuse_existing(as_path(path), overwrite)
     with atomic_write(path) as file:
         file.write(render(content).encode())
 

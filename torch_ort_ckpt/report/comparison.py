@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.backing import release_pages
 from ..checkpoint.state import is_string, nbytes
 from ..formats import load
-from ..operations.diff import Difference, DiffReport, diff
+from ..operations.diff import Difference, DiffReport, compare
 from ..storage.paths import PathLike
 from .histogram import CHUNK, histogram_of_difference
 
@@ -20,14 +21,13 @@ _EQUAL = Difference("", "equal", 0, None, 0.0, 0.0, 0.0)
 def comparison(a: PathLike, b: PathLike, *, atol: float = 0.0, rtol: float = 0.0) -> tuple[dict[str, Any], DiffReport]:
     """Describe the page; also the report that it is made from."""
     left, right = load(a), load(b)
-    report = diff(left, right, atol=atol, rtol=rtol)
+    report = compare(left, right, atol=atol, rtol=rtol, release=(left, right))
     found = {item.name: item for item in report}
     tensors_a, tensors_b = dict(left.tensors()), dict(right.tensors())
     rows = []
     for label in list(dict.fromkeys([*tensors_a, *tensors_b])):
         rows.append(_row(label, tensors_a.get(label), tensors_b.get(label), found.pop(label, _EQUAL)))
-        for buffer in (*left._buffers, *right._buffers):
-            buffer.release()
+        release_pages(left, right)
     changed = [row for row in rows if row["what"] != "equal"]
     facts = [
         ("Result", "equal" if report.equal else "different"),

@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any
 
+from ..checkpoint.backing import release_pages
 from ..checkpoint.state import CheckpointState, Value, format_bytes, is_string, nbytes
 from ..dtypes import short_name
 from ..formats import detect, load, read_by
@@ -25,8 +26,7 @@ def inspection(path: PathLike, *, format: str | None = None, statistics: bool = 
         for param, value in values.items():
             own = moments.get(param, {}) if kind != "alias" else {}
             rows.append(_row(param, kind, value, own, statistics))
-            for buffer in state._buffers:
-                buffer.release()
+            release_pages(state)
             if progress:
                 progress(nbytes(value) + sum(map(nbytes, own.values())))
     names = sorted({moment for own in moments.values() for moment in own})

@@ -25,12 +25,13 @@ def take(
     model: OrtModule, optimizer: OrtOptimizer | None, scheduler: Any, properties: Mapping[str, int | float | str] | None
 ) -> CheckpointState:
     """The current state. Tensors are not copied: save it, or `clone()` it, before training continues."""
+    table = model._table
     tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
     if optimizer is not None:
-        model.refuse_computed(model.artifacts.trainable)
+        table.refuse_computed(model.artifacts.trainable)
     if model.nominal:
-        if model.partly_filled:
-            model.require_values()
+        if table.partly_filled:
+            table.require_values()
         tensors = {name: torch.empty((), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     own: dict[str, int | float | str] = {}
     if model.artifacts.random:
@@ -38,12 +39,12 @@ def take(
     if scheduler is not None:
         own[SCHEDULER] = _scheduler_text(scheduler)
     return CheckpointState(
-        trainable={name: tensors[name] for name in model.names["trainable"]},
-        frozen={**{name: tensors[name] for name in model.names["frozen"]}, **model.string_tensors},
+        trainable={name: tensors[name] for name in table.trainable},
+        frozen={**{name: tensors[name] for name in table.frozen}, **table.strings},
         optimizer=optimizer.groups() if optimizer is not None else {},
-        properties={**model.properties, **own, **(properties or {})},
-        mixed_precision={name: tensors[name].to(dtype) for name, dtype in model.half_precision.items()},
-        partitions=dict(model.partitions),
+        properties={**table.properties, **own, **(properties or {})},
+        mixed_precision={name: tensors[name].to(dtype) for name, dtype in table.half_precision.items()},
+        partitions=dict(table.partitions),
         nominal=model.nominal,
     )
 
@@ -69,17 +70,17 @@ def restore(
         )
     fitting = {name: value for name, value in values.items() if name in targets}
     check_fit(fitting, targets)
-    model.refuse_computed(fitting)
+    model._table.refuse_computed(fitting)
     if optimizer is not None and state.optimizer:
         optimizer.load_groups(state.optimizer)
     elif optimizer is not None and optimizer.state:
         warn("the checkpoint holds no optimizer state: the optimizer keeps the moments and steps it has")
     elif optimizer is None:
-        model.keep_optimizer_groups(state.optimizer)
+        model._table.saved_moments.groups = dict(state.optimizer)
     for name, value in fitting.items():
         targets[name].copy_(value)
-    model.partitions = dict(state.partitions)
-    model.mark_filled(fitting)
+    model._table.partitions = dict(state.partitions)
+    model._table.fill(fitting)
     restore_position(model, state, scheduler)
 
 
@@ -97,7 +98,7 @@ def check_fit(values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Te
 
 def restore_position(model: OrtModule, state: CheckpointState, scheduler: Any) -> None:
     """Properties, dropout's seed and draws, and the scheduler."""
-    model.properties = {name: value for name, value in state.properties.items() if name not in (SEED, DRAWS, SCHEDULER)}
+    model._table.properties = {name: value for name, value in state.properties.items() if name not in (SEED, DRAWS, SCHEDULER)}
     seed, draws = state.properties.get(SEED), state.properties.get(DRAWS)
     if isinstance(seed, int) and isinstance(draws, int):
         model.seed_dropout(seed, draws)

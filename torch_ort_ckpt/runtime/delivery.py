@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..pytorch_private import foreach_add_
 
@@ -23,6 +24,17 @@ class Loop:
 
     def __reduce__(self) -> tuple[object, ...]:
         return Loop, (self.overwrite,)
+
+    def reset(self, model: nn.Module) -> None:
+        """Carry out what `lazy_reset_grad` asked for, where gradients can't be overwritten."""
+        if self.overwrite:
+            model.zero_grad()
+            self.overwrite = False
+
+    @property
+    def unneeded(self) -> Any:
+        """The gradients of the last step, if they are to be overwritten."""
+        return self.gradients if self.overwrite else None
 
     def deliver(self, parameters: list[torch.Tensor], gradients: Any) -> None:
         """Add gradients to `.grad`, or assign them if it is None or to be overwritten."""
@@ -46,9 +58,21 @@ class Loop:
             else:
                 old.append(current)
                 new.append(gradient)
-        if old:
-            foreach_add_(old, new)
+        add_each(old, new)
         self.gradients, self.overwrite = gradients, False
+
+
+def add_each(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Add each to its tensor. One kernel does it for all, so a tensor that stands twice in the list (the gradient of a tied parameter) gets
+    its second part in a second call: CUDA's kernel would lose one of the two."""
+    while tensors:
+        first: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        again: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for pair in zip(tensors, others, strict=True):
+            if first.setdefault(id(pair[0]), pair) is not pair:
+                again.append(pair)
+        foreach_add_([tensor for tensor, _ in first.values()], [other for _, other in first.values()])
+        tensors, others = [tensor for tensor, _ in again], [other for _, other in again]
 
 
 def through_computed(parameters: list[torch.Tensor], gradients: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -37,7 +37,7 @@ def ordered_inputs(
         and value.dtype is spec.dtype
         and value.layout is _STRIDED
         and (differentiable or not value.requires_grad or spec.name in provided)
-        and value.device.type == device.type
+        and value.device == device
         else _converted(spec, value, device, differentiable or spec.name in provided)
         for spec, value in zip(specs, values, strict=True)
     ]
@@ -126,7 +126,7 @@ def _converted(spec: TensorSpec, given: Any, device: torch.device, differentiabl
             field=spec.name,
             remedy='Pass input.detach(), or use engine="torch".',
         )
-    if value.device.type != device.type:
+    if value.device != device:
         raise CheckpointError(
             f"is on {value.device}, the model on {device}", field=spec.name, remedy=f"Call .to({str(device)!r}), or move the model."
         )

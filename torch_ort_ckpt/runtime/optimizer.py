@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from itertools import repeat
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_ as _is
 from typing import Any
 
@@ -15,43 +12,40 @@ import torch
 from torch import nn
 
 from ..checkpoint.state import DEFAULT_LR, OptimizerGroup
+from ..checkpoint.training_graph import GraphOptimizer, only_graph
 from ..engines.ort.graph_updates import GraphUpdater
 from ..engines.ort.memory import zeros_like_all
 from ..engines.updates import TorchUpdater, Update, Updater, clip_gradients
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs.artifacts import OptimizerSpec
-from ..pytorch_private import has_step_hooks, profiler_enabled, set_grad_enabled
+from ..pytorch_private import has_step_hooks, profiler_enabled
+from . import optimizer_checkpoints
 from .module import OrtModule
 from .optimizer_state import (
     MOMENTS,
+    at_one_step,
     check_counts,
     check_options,
     count_tensor,
     in_own_order,
     part_steps,
     share_steps,
-    source_group,
-    states_from,
     torch_defaults,
+    update_of,
     warn_of_zeros,
+    with_gradients,
 )
-
-HYPERPARAMETERS = ("betas", "eps", "weight_decay")
-"""Attributes of AdamW's graph; a parameter group (or a scheduler, like OneCycleLR) may set other values."""
 
 _States = tuple[list[torch.Tensor], list[dict[str, Any]], list[dict[str, Any]]]
 """Parameters, all entries of the optimizer's state, and the entries of these parameters."""
 
-_MOMENTS_OF = {kind: [itemgetter(name) for name in names] for kind, names in MOMENTS.items()}
-_is_none, _grad, _step_of = partial(_is, None), attrgetter("grad"), itemgetter("step")
 
-
-class OrtOptimizer(torch.optim.Optimizer):
+class OrtOptimizer(GraphOptimizer):
     """Updates the model's parameters as `optimizer_model.onnx` defines.
 
-    The graph runs in ONNX Runtime; with `fused=True` the same mathematics run on PyTorch's kernels (the only way on CUDA and without
-    ONNX Runtime, and the default there). The rate is read from `param_groups` at each step, so every scheduler works. Moments and step
-    of the checkpoint that the model was loaded from go to the first optimizer of each parameter; `lr` defaults to its rate,
+    The graph runs in ONNX Runtime, on the CPU and on CUDA; with `fused=True` the same mathematics run on PyTorch's kernels (the only way
+    without ONNX Runtime, and the default there). The rate is read from `param_groups` at each step, so every scheduler works. Moments
+    and step of the checkpoint that the model was loaded from go to the first optimizer of each parameter; `lr` defaults to its rate,
     or ORT's 0.001.
 
     `params` may define groups with their own rates, as for any PyTorch optimizer. Parameters are in the order of
@@ -67,9 +61,9 @@ class OrtOptimizer(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         fused: bool | None = None,
     ) -> None:
-        self.model = unwrap(model)
+        self.model = _graph_of(model)
         self.spec = self.model.artifacts.optimizer_spec
-        self.fused = fused if fused is not None else (self.model.engine.name != "ort" or self.model.device.type != "cpu")
+        self.fused = fused if fused is not None else not self.model.engine.runs_optimizer_graph
         if self.fused and not self.spec.known:
             raise UnsupportedError(
                 "the hyper-parameters of a .ort optimizer graph can't be read", remedy="Keep optimizer_model.onnx, or use fused=False."
@@ -78,7 +72,7 @@ class OrtOptimizer(torch.optim.Optimizer):
         self._updater: Updater | None = None
         self._known_states: dict[int, _States] = {}
         self._key = uuid.uuid4().hex  # identifies to the model which optimizer has a parameter's moments
-        saved = self.model.saved_moments.groups
+        saved = self.model._table.saved_moments.groups
         if lr is None:
             lr = next((group.lr for group in saved.values() if group.lr is not None), DEFAULT_LR)
         given = list(params) if params is not None else list({id(value): value for value in self.model.named_trainable().values()}.values())
@@ -99,12 +93,8 @@ class OrtOptimizer(torch.optim.Optimizer):
         # PyTorch's wrapper around `step` takes as long as the graph on a small model, so it is only used when needed.
         if closure is not None or self._is_watched() or torch.compiler.is_compiling():
             return self._watched_step(closure)
-        before = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
-            self._step_groups()
-        finally:
-            set_grad_enabled(before)
+        with torch.no_grad():
+            self._step()
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # tells torch.optim.Optimizer not to wrap it
@@ -129,59 +119,35 @@ class OrtOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_groups()
+        self._step()
         return loss
 
-    def _step_groups(self) -> None:
+    def _step(self) -> None:
         self.updated = False
         for group in self.param_groups:
-            self.updated = self._step_group(group) or self.updated
+            for update, step in self._updates(group):
+                if self._update_with().apply(update):
+                    step.fill_(update.step)
+                    self.updated = True
 
-    def _step_group(self, group: dict[str, Any]) -> bool:
-        parameters: list[torch.Tensor] = group["params"]
-        gradients: list[Any] = list(map(_grad, parameters))
-        without = any(map(_is_none, gradients))
-        if without:
-            parameters = [parameter for parameter in parameters if parameter.grad is not None]
-            gradients = [gradient for gradient in gradients if gradient is not None]
-            if not parameters:
-                return False
-        states = self._states(parameters, group)
-        if without and self.spec.kind != "SGD":
+    def _updates(self, group: dict[str, Any]) -> Iterator[tuple[Update, torch.Tensor]]:
+        """What the graph is run on, and the tensor that counts its runs: usually once for a group, for the graph takes one count."""
+        parameters, gradients = with_gradients(group["params"])
+        if not parameters:
+            return
+        states, spec, lr = self._states(parameters, group), self._hyperparameters(group), float(group["lr"])
+        if len(parameters) < len(group["params"]) and self.spec.kind != "SGD":
             part_steps(states, [self.state[other] for other in group["params"] if other.grad is None and self.state.get(other)])
-        hyperparameters = self._hyperparameters(group)
-        if all(map(_is, map(_step_of, states), repeat(states[0]["step"]))):
-            return self._apply(parameters, gradients, states, float(group["lr"]), hyperparameters)
-        # The graph takes one count, so it runs once for each.
+        if at_one_step(states):
+            yield update_of(parameters, gradients, states, lr=lr, spec=spec)
+            return
         counts = share_steps(states, self.spec)
         check_counts(counts, self.spec, self.fused)
-        if len(counts) > 1 and hyperparameters.max_norm is not None:
-            clip_gradients(gradients, hyperparameters.max_norm)
-            hyperparameters = dataclasses.replace(hyperparameters, max_norm=None)
-        updated = False
-        for positions in counts.values():
-            own = [parameters[position] for position in positions]
-            their_gradients, their_states = [gradients[position] for position in positions], [states[position] for position in positions]
-            updated = self._apply(own, their_gradients, their_states, float(group["lr"]), hyperparameters) or updated
-        return updated
-
-    def _apply(
-        self,
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, Any]],
-        lr: float,
-        hyperparameters: OptimizerSpec,
-    ) -> bool:
-        """Update parameters that are at the same count."""
-        step: torch.Tensor = states[0]["step"]
-        count = int(step.item()) + 1
-        moments = [list(map(get, states)) for get in _MOMENTS_OF[self.spec.kind]] or [[], []]
-        update = Update(parameters, gradients, first=moments[0], second=moments[1], step=count, lr=lr, hyperparameters=hyperparameters)
-        updated = self._update_with().apply(update)
-        if updated:
-            step.fill_(count)
-        return updated
+        if len(counts) > 1 and spec.max_norm is not None:  # of all gradients together
+            clip_gradients(gradients, spec.max_norm)
+            spec = dataclasses.replace(spec, max_norm=None)
+        for places in counts.values():
+            yield update_of(*(_chosen(values, places) for values in (parameters, gradients, states)), lr=lr, spec=spec)
 
     def _states(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
         """The parameters' entries of `self.state`. Looking each up takes long (tensors are hashed by a Python function), so they are
@@ -254,7 +220,7 @@ class OrtOptimizer(torch.optim.Optimizer):
     def _claim(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         """Register this optimizer as owner of the parameters' moments; returns those that another optimizer has moments for."""
         names = {id(value): name for group in self.param_groups for name, value in zip(group["param_names"], group["params"], strict=True)}
-        return self.model.saved_moments.claim([names[id(parameter)] for parameter in parameters], self._key)
+        return self.model._table.saved_moments.claim([names[id(parameter)] for parameter in parameters], self._key)
 
     def state_dict(self) -> dict[str, Any]:
         """The same structure as `torch.optim.AdamW`: every parameter has its own step tensor."""
@@ -311,79 +277,19 @@ class OrtOptimizer(torch.optim.Optimizer):
 
     def groups(self) -> dict[str, OptimizerGroup]:
         """The optimizer's state as a checkpoint holds it, on the same memory (SGD's moments are zeros, as ORT writes them)."""
-        result = {}
-        keys = MOMENTS[self.spec.kind] or ("momentum_buffer",)
-        for index, group in enumerate(self.param_groups):
-            found: dict[str, dict[str, Any]] = {}
-            counts: dict[str, int] = {}
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                state = self.state.get(parameter) or {}
-                counts[name] = int(state["step"].item()) if state else 0
-                found[name] = {
-                    f"momentum{number}": state[key] if key in state else torch.zeros_like(parameter.detach())
-                    for number, key in enumerate(keys)
-                }
-            step = max(counts.values(), default=0)
-            if self.spec.kind != "SGD":
-                for name, count in counts.items():
-                    if count != step:
-                        found[name]["step"] = torch.tensor(count)
-            initial = float(group.get("initial_lr", DEFAULT_LR))
-            result[f"group{index}"] = OptimizerGroup(step, initial, float(group["lr"]), found, self._saved_hyperparameters(group))
-        return result
+        return optimizer_checkpoints.groups(self)
 
-    def _saved_hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """By PyTorch's names, plus what PyTorch has no name for if it differs from `torch.optim`."""
-        own = () if self.spec.kind == "SGD" else HYPERPARAMETERS
-        return {key: list(group[key]) if key == "betas" else group[key] for key in own if key in group} | self.spec.beyond_torch
-
-    @torch.no_grad()
     def load_groups(self, groups: Mapping[str, OptimizerGroup]) -> None:
         """Load moments, steps and (if known) the rate of a checkpoint. Everything is checked before anything changes.
 
         Parameters that the checkpoint has no moments for start from zero; if it has none at all, only the step is loaded, as ORT
         does.
         """
-        loaded = []
-        for index, own in enumerate(self.param_groups):
-            parameters = dict(zip(own["param_names"], own["params"], strict=True))
-            source = source_group(groups, list(parameters), index)
-            if source is None:
-                continue
-            check_options(source.hyperparameters, self.spec)
-            made = states_from(groups, parameters, self.spec)
-            check_counts({int(state["step"].item()): state for state in made.values()}, self.spec, self.fused)
-            loaded.append((own, source, parameters, made))
-        for own, source, parameters, made in loaded:
-            if source.lr is not None:
-                own["lr"] = source.lr
-            own.update({key: tuple(value) if key == "betas" else value for key, value in source.hyperparameters.items() if key in own})
-            share_steps(list(made.values()), self.spec)
-            for name, parameter in parameters.items():
-                self.state.pop(parameter, None)
-                if name in made:
-                    self.state[parameter] = made[name]
-            self._claim([parameters[name] for name in made])
+        optimizer_checkpoints.load_groups(self, groups)
 
     def to_torch(self) -> torch.optim.Optimizer:
         """A plain `torch.optim.AdamW` or `SGD` that continues from this state, if PyTorch has the same mathematics."""
-        spec = self.spec
-        if not spec.known:
-            raise UnsupportedError("the hyper-parameters of a .ort optimizer graph can't be read", remedy="Keep optimizer_model.onnx.")
-        if spec.max_norm is not None:
-            raise UnsupportedError(
-                "the graph clips gradients, torch.optim does not", remedy="Export without clipping and call clip_grad_norm_ yourself."
-            )
-        if spec.kind == "AdamW" and (spec.adam_mode == 1 or not spec.correct_bias):
-            raise UnsupportedError(
-                f"adam_mode={spec.adam_mode}, correct_bias={spec.correct_bias}: torch.optim.AdamW applies epsilon and decay differently",
-                remedy="Use OrtOptimizer(fused=True), or export with adam_mode=0.",
-            )
-        groups = [{key: value for key, value in group.items() if key not in ("foreach", "fused")} for group in self.param_groups]
-        kind: Any = torch.optim.SGD if spec.kind == "SGD" else torch.optim.AdamW
-        optimizer: torch.optim.Optimizer = kind(groups, lr=self.param_groups[0]["lr"])
-        optimizer.load_state_dict(self.state_dict())
-        return optimizer
+        return optimizer_checkpoints.to_torch(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -398,12 +304,13 @@ class OrtOptimizer(torch.optim.Optimizer):
         }
 
 
-def unwrap(model: nn.Module) -> OrtModule:
-    """The OrtModule inside DistributedDataParallel and the like."""
-    inner = model
-    while not isinstance(inner, OrtModule):
-        wrapped = getattr(inner, "module", None)
-        if not isinstance(wrapped, nn.Module):
-            raise CheckpointError(f"expected an OrtModule, not {type(model).__name__}", remedy="Use a torch.optim optimizer for it.")
-        inner = wrapped
-    return inner
+def _chosen(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [values[place] for place in places]
+
+
+def _graph_of(model: nn.Module) -> OrtModule:
+    """The OrtModule inside DistributedDataParallel and the like: whatever holds no parameters but its own."""
+    found = only_graph(model)
+    if not isinstance(found, OrtModule) or len(list(found.parameters())) != len(list(model.parameters())):
+        raise CheckpointError(f"expected an OrtModule, not {type(model).__name__}", remedy="Use a torch.optim optimizer for it.")
+    return found

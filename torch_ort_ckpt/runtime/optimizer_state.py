@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, itemgetter
+from operator import is_ as _is
 from typing import Any
 
 import torch
 
 from ..checkpoint.names import plain_name
 from ..checkpoint.state import OptimizerGroup
-from ..engines.ort.memory import zeros_like_all
+from ..engines.updates import Update
 from ..errors import CheckpointError, UnsupportedError
 from ..graphs.artifacts import OptimizerSpec
 from ..storage.files import warn
@@ -149,33 +153,6 @@ def warn_of_zeros(names: Sequence[str]) -> None:
     )
 
 
-def states_from(
-    groups: Mapping[str, OptimizerGroup], parameters: Mapping[str, torch.Tensor], spec: OptimizerSpec
-) -> dict[str, dict[str, Any]]:
-    """The states of the parameters that a checkpoint has moments for. If it has none at all, zeros at its step, as in ORT."""
-    saved = {name: (group.step, states) for group in groups.values() for name, states in group.states.items() if states}
-    members = [name for name in parameters if name in saved]
-    if not saved and (step := max((group.step for group in groups.values()), default=0)):
-        made = {name: {"step": count_tensor(step)} for name in parameters}
-        for key in MOMENTS[spec.kind]:
-            for name, place in zip(made, zeros_like_all(list(parameters.values())), strict=True):
-                made[name][key] = place
-        return made
-    made = {name: {"step": count_tensor(saved[name][1].get("step", saved[name][0]))} for name in members}
-    if spec.kind == "SGD" and (odd := [name for name in members if "momentum1" in saved[name][1]]):
-        raise CheckpointError("the moments are from another kind of optimizer, the graph runs SGD", field=odd[0], remedy=_WEIGHTS_ONLY)
-    for number, key in enumerate(MOMENTS[spec.kind]):
-        for name, place in zip(members, zeros_like_all([parameters[name] for name in members]), strict=True):
-            moment = saved[name][1].get(f"momentum{number}")
-            if moment is None or moment.shape != place.shape:
-                raise CheckpointError("no moment of the parameter's shape", field=f"{name}/momentum{number}", remedy=_WEIGHTS_ONLY)
-            made[name][key] = place.copy_(moment.detach())
-    return made
-
-
-_WEIGHTS_ONLY = "Load weights only: leave the optimizer out of load_checkpoint."
-
-
 def check_options(group: Mapping[str, Any], spec: OptimizerSpec) -> None:
     """Raise for options of `torch.optim` that the graph does not support: they would be ignored."""
     found = [key for key in _SWITCHES[spec.kind] if group.get(key)]
@@ -187,6 +164,35 @@ def check_options(group: Mapping[str, Any], spec: OptimizerSpec) -> None:
             field=found[0],
             remedy="Use the optimizer of torch.optim that has it.",
         )
+
+
+# What a step reads: lists of the same length, without a Python loop per tensor (a model may have hundreds).
+
+_is_none, _grad, _step_of = partial(_is, None), attrgetter("grad"), itemgetter("step")
+_MOMENTS_OF = {kind: [itemgetter(name) for name in names] for kind, names in MOMENTS.items()}
+
+
+def with_gradients(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+    """The parameters that have gradients, and these."""
+    gradients: list[Any] = list(map(_grad, parameters))
+    if not any(map(_is_none, gradients)):
+        return parameters, gradients
+    kept = [parameter for parameter in parameters if parameter.grad is not None]
+    return kept, [gradient for gradient in gradients if gradient is not None]
+
+
+def at_one_step(states: Sequence[dict[str, Any]]) -> bool:
+    """Whether all states share one step tensor."""
+    return all(map(_is, map(_step_of, states), repeat(states[0]["step"])))
+
+
+def update_of(
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor], states: list[dict[str, Any]], *, lr: float, spec: OptimizerSpec
+) -> tuple[Update, torch.Tensor]:
+    """The next update of parameters that are at the same count, and the tensor that counts."""
+    step: torch.Tensor = states[0]["step"]
+    first, second = [list(map(get, states)) for get in _MOMENTS_OF[spec.kind]] or [[], []]
+    return Update(parameters, gradients, first, second, step=int(step.item()) + 1, lr=lr, hyperparameters=spec), step
 
 
 # Step counts. Parameters at the same count share one tensor: a step then reads and writes a single number.
@@ -238,21 +244,3 @@ def check_counts(counts: Mapping[int, Any], spec: OptimizerSpec, fused: bool) ->
         if spec.known
         else "Use optimizer_model.onnx with fused=True.",
     )
-
-
-def source_group(groups: Mapping[str, OptimizerGroup], members: Sequence[str], index: int) -> OptimizerGroup | None:
-    """The checkpoint's group that a parameter group continues: the one its members are in."""
-    owner = {name: key for key, group in groups.items() for name in group.states}
-    found = sorted({owner[name] for name in members if name in owner})
-    if not found:
-        return groups.get(f"group{index}")
-    first = groups[found[0]]
-    for key in found[1:]:
-        if (groups[key].lr, groups[key].hyperparameters) != (first.lr, first.hyperparameters):
-            raise UnsupportedError(
-                f"parameter group {index} of the optimizer mixes the checkpoint's groups {', '.join(found)}, which have different rates or "
-                "hyper-parameters",
-                field="param_groups",
-                remedy="Give the optimizer the same groups (params=).",
-            )
-    return first

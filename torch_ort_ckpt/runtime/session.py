@@ -51,7 +51,7 @@ class TrainingSession:
         """One update; returns whether it was applied. Before any `train_step` the gradients are zeros, as in ORT: the step counts, weights
         and moments decay."""
         optimizer = self._optimizer()
-        self.model.require_values()
+        self.model._table.require_values()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(parameter.grad is None for parameter in parameters):
             for parameter in parameters:
@@ -87,7 +87,7 @@ class TrainingSession:
         return self.optimizer.checkpoint_step if self.optimizer is not None else 0
 
     def get_state_tensors(self, include_mixed_precision: bool = True) -> dict[str, torch.Tensor]:
-        self.model.require_values()
+        self.model._table.require_values()
         return self._state_tensors(include_mixed_precision)
 
     def _state_tensors(self, include_mixed_precision: bool = True) -> dict[str, torch.Tensor]:
@@ -127,10 +127,10 @@ class TrainingSession:
                 weights.setdefault(base, value.to(masters[base].dtype))
             else:
                 moments[name] = value
-        self.model.refuse_computed(weights)
+        self.model._table.refuse_computed(weights)
         for name, value in weights.items():
             masters[name].copy_(value)
-        self.model.mark_filled(weights)
+        self.model._table.fill(weights)
         for name, value in moments.items():
             self._set_moment(name, value)
 
@@ -140,7 +140,7 @@ class TrainingSession:
 
     def get_model_state(self, include_mixed_precision: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         """`full_precision`, and with `include_mixed_precision` also `mixed_precision`: weight -> tensor."""
-        self.model.require_values()
+        self.model._table.require_values()
         state = {"full_precision": {name: tensor.detach() for name, tensor in self.model.named_tensors().items()}}
         if include_mixed_precision:
             state["mixed_precision"] = self._aliases()
@@ -150,7 +150,7 @@ class TrainingSession:
         """Weight -> `original_dim` and `megatron_row_partition`, for weights that are shards of a larger one."""
         return {
             self._original(name): {"original_dim": list(info.original_dim), "megatron_row_partition": info.megatron_row_partition}
-            for name, info in self.model.partitions.items()
+            for name, info in self.model._table.partitions.items()
         }
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
@@ -159,7 +159,7 @@ class TrainingSession:
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> torch.Tensor:
         """All parameters end to end in one float32 tensor, as ORT's function of this name lays them out."""
-        self.model.require_values()
+        self.model._table.require_values()
         return torch.cat([tensor.detach().reshape(-1) for tensor in self._buffer_order(trainable_only)])
 
     @torch.no_grad()
@@ -172,10 +172,10 @@ class TrainingSession:
                 f"the buffer has {flat.numel()} elements of {flat.dtype}, the model {self.get_parameters_size(trainable_only)} float32",
                 remedy="Make it with get_contiguous_parameters(trainable_only=...) of the same model.",
             )
-        self.model.refuse_computed(self._buffer_names(trainable_only))
+        self.model._table.refuse_computed(self._buffer_names(trainable_only))
         for tensor, piece in zip(tensors, torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
-        self.model.mark_filled(self._buffer_names(trainable_only))
+        self.model._table.fill(self._buffer_names(trainable_only))
 
     def checkpoint(self, properties: Mapping[str, int | float | str] | None = None) -> CheckpointState:
         return self.model.checkpoint(self.optimizer, scheduler=self.scheduler, properties=properties)
@@ -207,12 +207,12 @@ class TrainingSession:
     def _aliases(self) -> dict[str, torch.Tensor]:
         """Half-precision copies of the current masters."""
         tensors = self.model.named_tensors()
-        return {name: tensors[name].detach().to(dtype) for name, dtype in self.model.half_precision.items()}
+        return {name: tensors[name].detach().to(dtype) for name, dtype in self.model._table.half_precision.items()}
 
     def _moments(self) -> dict[str, dict[str, torch.Tensor]]:
         if self.optimizer is None or not MOMENTS[self.optimizer.spec.kind]:
             return {}
-        self.model.refuse_computed(self.artifacts.trainable)
+        self.model._table.refuse_computed(self.artifacts.trainable)
         self.optimizer.create_moments()
         found = {}
         for name, parameter in self.model.named_trainable().items():
@@ -232,4 +232,4 @@ class TrainingSession:
 
     def _original(self, name: str) -> str:
         base = _VIEW.sub("", name)
-        return base if name in self.model.partitions or base not in self.model.named_tensors() else name
+        return base if name in self.model._table.partitions or base not in self.model.named_tensors() else name

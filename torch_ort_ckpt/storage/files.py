@@ -15,14 +15,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
 from ..errors import CheckpointError, CheckpointWarning, MissingFileError, printable
+from .locks import Lock, lock
 from .paths import PathLike, as_path
-from .tensors import byte_view, same_bytes
+from .read_back import PIECE, active_reader
+from .tensors import byte_view
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just written."""
@@ -100,8 +102,8 @@ def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None 
     view = tensor_bytes(value)
     size = len(view)
     map_pages(value)
-    reader = progress if isinstance(progress, ReadBack) and isinstance(file, OutputFile) else None
-    step = _CHUNK if reader is None else _READ_BACK
+    reader = active_reader() if isinstance(file, OutputFile) else None
+    step = _CHUNK if reader is None else PIECE
     for start in range(0, size, step):
         chunk = view[start : start + step]
         written = file.write(chunk)
@@ -110,7 +112,7 @@ def write_tensor(file: BinaryIO, value: torch.Tensor, progress: Progress | None 
         if reader:
             reader.check(file, chunk)
     if reader:
-        reader.compared.add((value.data_ptr(), size))
+        reader.add(value)
     return size
 
 
@@ -125,30 +127,6 @@ def map_pages(value: torch.Tensor) -> None:
         address = value.data_ptr()
         start = address & ~(_mmap.PAGESIZE - 1)
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MADV_POPULATE_READ)
-
-
-class ReadBack:
-    """A `Progress` that also reads each piece of a tensor back from the file right after it was written, while both are in the
-    processor's cache. `compared` holds the address and size of the tensors read back, `damaged` is true if any byte differed."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._buffer = torch.empty(_READ_BACK, dtype=torch.uint8)
-        self._space = self._buffer.numpy().data
-        self.compared: set[tuple[int, int]] = set()
-        self.damaged = False
-
-    def __call__(self, count: int) -> None:
-        self._progress(count)
-
-    def check(self, file: BinaryIO, written: memoryview) -> None:
-        size = len(written)
-        found = os.preadv(file.fileno(), [self._space[:size]], file.tell() - size)
-        if found != size or not same_bytes(torch.frombuffer(written, dtype=torch.uint8), self._buffer[:size]):
-            self.damaged = True
-
-
-_READ_BACK = 1 << 20
 
 
 @contextlib.contextmanager
@@ -170,13 +148,10 @@ class PendingFile:
         self.target = Path(os.path.realpath(as_path(path)))  # follow symbolic links, as an in-place write would
         self.committed = False
         self._mark: int | None = None
-        try:
-            while self._mark is None:
-                self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-                self.file = create_file(self.temporary)
-                self._mark = self._marked()
-        except OSError as error:
-            raise save_error(error, path) from error
+        while self._mark is None:
+            self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            self.file = create_file(self.temporary)
+            self._mark = self._marked()
         with contextlib.suppress(OSError):  # keep the mode of the replaced file
             os.chmod(self.temporary, stat.S_IMODE(self.target.stat().st_mode))
 
@@ -213,36 +188,33 @@ class PendingFile:
                 os.close(self._mark)
             self._mark = -1
 
+    def failure(self, error: OSError, path: PathLike) -> CheckpointError:
+        return (unsynced_error if self.committed else save_error)(error, path)
+
 
 def _mark_as_alive(descriptor: int) -> int | None:
     """Lock a temporary while its writer is alive. Returns a descriptor to close at the end (-1 without lock support), or None if
     another writer removed the file as abandoned before it was locked."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    if lock(descriptor, wait=True) is not Lock.HELD:
         return -1
-    with contextlib.suppress(OSError):  # file system without lock support
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
     if os.fstat(descriptor).st_nlink:
         return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before the rename
     return None
 
 
 def remove_abandoned(target: Path) -> None:
-    """Delete temporaries left behind by killed writers of `target`: those that are not locked."""
+    """Delete temporaries left behind by killed writers of `target`: those that are not locked. Without lock support, none."""
     try:
-        import fcntl
-
         names = os.listdir(target.parent)
-    except (ImportError, OSError):
+    except OSError:
         return
     pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+-[0-9a-f]{{8}}\.tmp")
     for name in filter(pattern.fullmatch, names):
-        with contextlib.suppress(OSError):  # locked, already deleted, or no lock support
-            descriptor = os.open(target.parent / name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with contextlib.suppress(OSError):  # already deleted
+            descriptor = os.open(target.parent / name, os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(target.parent / name)
+                if lock(descriptor, wait=False) is Lock.HELD:
+                    os.unlink(target.parent / name)
             finally:
                 os.close(descriptor)
 
@@ -250,16 +222,38 @@ def remove_abandoned(target: Path) -> None:
 @contextlib.contextmanager
 def pending_file(path: PathLike) -> Iterator[PendingFile]:
     """A `PendingFile` that is removed unless it was committed. Errors of the file system become `CheckpointError`."""
-    pending = PendingFile(path)
-    try:
+    with discarding(lambda: PendingFile(path), path) as pending:
         yield pending
         remove_abandoned(pending.target)
+
+
+class Pending(Protocol):
+    """A file, folder or set of files that is being written."""
+
+    def discard(self) -> None:
+        """Close and unlock it, and remove what was not committed."""
+
+    def failure(self, error: OSError, path: PathLike) -> CheckpointError:
+        """What to tell the user: which content is in place now."""
+
+
+P = TypeVar("P", bound=Pending)
+
+
+@contextlib.contextmanager
+def discarding(begin: Callable[[], P], path: PathLike) -> Iterator[P]:
+    """What `begin` returns, discarded at the end of the block. Errors of the file system become `CheckpointError`."""
+    pending: P | None = None
+    try:
+        pending = begin()
+        yield pending
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise (unsynced_error if pending.committed else save_error)(error, path) from error
+        raise (save_error if pending is None else pending.failure)(error, path) from error
     finally:
-        pending.discard()
+        if pending is not None:
+            pending.discard()
 
 
 def save_error(error: OSError, path: PathLike) -> CheckpointError:
@@ -286,25 +280,6 @@ def fsync_directory(folder: Path) -> None:
         return
     try:
         os.fsync(descriptor)
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def directory_lock(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other writers of this library during a short sequence of renames (where the system supports it)."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):  # Windows, or a folder without read permission
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # file system without lock support
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
     finally:
         with contextlib.suppress(OSError):
             os.close(descriptor)

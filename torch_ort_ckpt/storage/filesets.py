@@ -17,8 +17,9 @@ from typing import TypeVar
 import torch
 
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
-from .files import PendingFile, directory_lock, fsync_directory, remove_abandoned, save_error, unsynced_error, warn
+from .files import PendingFile, fsync_directory, remove_abandoned, save_error, unsynced_error, warn
 from .hashing import Hasher, file_hash
+from .locks import directory_lock
 from .paths import PathLike
 
 IDENTITY_LENGTH = 32

@@ -1,8 +1,9 @@
-"""Checkpoints that are folders: written next to their target and renamed into place.
+"""Folders that are written next to their target and renamed into place: folder formats, and entries of a checkpoint directory.
 
 One rename can't replace a non-empty folder. The new one is written and synced as `.<name>.<id>.new`; then the old one is renamed to
 `.<name>.<id>.old` (the commit) and the new one to `<name>`. After an interruption between the two, the `.old` marks its `.new` as complete:
-`surviving` finds it for readers, `repair` finishes the save.
+`surviving` finds it for readers, `repair` finishes the save. Entries of a checkpoint directory have a manifest that says whether they are
+complete, and `Rules` of their own (see `training/directory.py`).
 
 The new folder contains a marker (see `ownership`) until the old one is deleted. It tells leftovers from folders of other software: a `.new`
 is ours if it contains a marker, an `.old` if the marker of the folder in place has the same id.
@@ -11,30 +12,50 @@ is ours if it contains a marker, an `.old` if the marker of the folder in place 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
-from .files import create_file, directory_lock, fsync_directory, save_error, unsynced_error, warn
+from .files import create_file, discarding, fsync_directory, save_error, unsynced_error, warn
+from .locks import directory_lock
 from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
 from .paths import PathLike, as_path
 
 
-class PendingFolder:
-    """A folder being written; `open` creates files in it."""
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What differs between the kinds of folders: checkpoints in a folder format, and entries of a checkpoint directory."""
 
-    def __init__(self, path: PathLike) -> None:
-        self.target = Path(os.path.realpath(as_path(path)))
+    suffix: str
+    """Of the temporary name."""
+    check: Callable[[Path], None]
+    """Raises for a path in use that may not be replaced."""
+    clean_up: Callable[[Path, Path | None], None]
+    """Called with the new folder in place and what it replaced, under the lock of the folder around them."""
+    remedy: str
+    """What finishes a save that was interrupted between its two renames."""
+
+
+class PendingFolder:
+    """A folder being written next to `target` under its writer's lock; `commit` renames it into place."""
+
+    def __init__(self, target: Path, rules: Rules) -> None:
+        self.target, self._rules = target, rules
         self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
-        self._folder = MarkedFolder(self.target, "new")
-        self.identity, self.temporary = self._folder.identity, self._folder.path
+        if os.path.lexists(target):
+            rules.check(target)  # before gigabytes are written
+        self._folder = MarkedFolder(target, rules.suffix)
+        self.path = self._folder.path
 
     def open(self, name: str) -> BinaryIO:
-        file = create_file(self.temporary / name)
+        """A new file in the folder, for `finish` to sync and close."""
+        file = create_file(self.path / name)
         self._open.append(file)
         return file
 
@@ -44,31 +65,40 @@ class PendingFolder:
                 os.fsync(file.fileno())
             file.close()
         if durable:
-            fsync_directory(self.temporary)
+            fsync_directory(self.path)
 
-    def commit(self, durable: bool, owns: Callable[[str], bool]) -> None:
+    def commit(self, durable: bool) -> None:
+        """Rename the folder to its final name. An existing one is moved away first, and deleted at the end."""
         parent = self.target.parent
         with directory_lock(parent):
-            aside: Path | None = None
-            if os.path.lexists(self.target):
-                _check_replaceable(self.target, owns)
-                _remove_replaced(self.target)  # ours, as the marker shows that is deleted next
-                aside = _sibling(self.target, self.identity, "old")
-                os.rename(self.target, aside)
-                self.committed = True
-            try:
-                if durable and aside is not None:
-                    fsync_directory(parent)
-                os.rename(self.temporary, self.target)
-            except OSError:
-                if aside is not None:
-                    os.rename(aside, self.target)
-                    self.committed = False
-                raise
+            replaced = None if self._was_promoted() else self._replace(durable)
             self.committed = self.in_place = True
             if durable:
                 fsync_directory(parent)
-            _remove_leftovers(self.target)
+            self._rules.clean_up(self.target, replaced)
+
+    def _replace(self, durable: bool) -> Path | None:
+        aside: Path | None = None
+        if os.path.lexists(self.target):
+            self._rules.check(self.target)
+            _remove_replaced(self.target)  # ours, as the marker shows that is deleted next
+            aside = _sibling(self.target, self._folder.identity, "old")
+            os.rename(self.target, aside)
+            self.committed = True
+        try:
+            if durable and aside is not None:
+                fsync_directory(self.target.parent)
+            os.rename(self.path, self.target)
+        except OSError:
+            if aside is not None:
+                os.rename(aside, self.target)
+                self.committed = False
+            raise
+        return aside
+
+    def _was_promoted(self) -> bool:
+        """Without locks another process can't know that this writer is alive, and may have renamed the complete folder already."""
+        return not self.path.exists() and identity_of(self.target, self.target.name) == self._folder.identity
 
     def discard(self) -> None:
         """Close what is open; remove the new folder unless it was committed. Errors here are ignored, so as not to hide an earlier one."""
@@ -76,17 +106,17 @@ class PendingFolder:
             with contextlib.suppress(OSError):
                 file.close()
         if not self.committed:  # between the two renames only the new folder exists
-            delete_folder(self.temporary)
+            delete_folder(self.path)
         with contextlib.suppress(OSError):
             self._folder.close()
 
-    def error(self, error: OSError, path: PathLike) -> CheckpointError:
-        """The error for a failure: before the commit the old folder is in place, after it the new one."""
+    def failure(self, error: OSError, path: PathLike) -> CheckpointError:
+        """Before the commit the old folder is in place, after it the new one."""
         if self.committed and not self.in_place:
             return CheckpointError(
                 f"the new checkpoint is complete, but could not be given its name ({error.strerror or error})",
                 path=path,
-                remedy="It loads as it is; `torch-ort-ckpt verify --repair` completes the save.",
+                remedy=self._rules.remedy,
             )
         return (unsynced_error if self.committed else save_error)(error, path)
 
@@ -97,22 +127,15 @@ def atomic_folder(path: PathLike, owns: Callable[[str], bool], *, durable: bool 
 
     An existing folder is replaced only if `owns` accepts every name in it: files that are not part of a checkpoint are never deleted.
     """
-    pending: PendingFolder | None = None
-    try:
-        target = Path(os.path.realpath(as_path(path)))
-        if os.path.lexists(target):
-            _check_replaceable(target, owns)
-        pending = PendingFolder(path)
+    target = Path(os.path.realpath(as_path(path)))
+    rules = Rules("new", partial(_check_replaceable, owns=owns), _remove_leftovers, _REMEDY)
+    with discarding(lambda: PendingFolder(target, rules), path) as pending:
         yield pending
         pending.finish(durable)
-        pending.commit(durable, owns)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise (pending.error if pending is not None else save_error)(error, path) from error
-    finally:
-        if pending is not None:
-            pending.discard()
+        pending.commit(durable)
+
+
+_REMEDY = "It loads as it is; `torch-ort-ckpt verify --repair` completes the save."
 
 
 def surviving(path: PathLike, *, quiet: bool = False) -> Path:
@@ -166,7 +189,7 @@ def _interrupted(target: Path) -> Path | None:
     return None
 
 
-def _remove_leftovers(target: Path) -> None:
+def _remove_leftovers(target: Path, _: Path | None = None) -> None:
     """Leftovers of saves next to a folder in place: the folder it replaced, new ones without a living writer, and its own marker."""
     _remove_replaced(target)
     if identity_of(target, target.name) is not None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .files import create_file
+from .locks import Lock, lock
 
 MARKER = ".torch-ort-ckpt"
 _HEAD = "Made by torch-ort-ckpt, which deletes this folder when it is no longer needed."
@@ -33,6 +34,9 @@ class Writer(Enum):
     ALIVE = "holds the lock"
     GONE = "nobody holds it"
     UNKNOWN = "this file system or operating system has no locks"
+
+
+_WRITERS = {Lock.HELD: Writer.GONE, Lock.BUSY: Writer.ALIVE, Lock.UNSUPPORTED: Writer.UNKNOWN}
 
 
 class MarkedFolder:
@@ -68,7 +72,7 @@ def write_marker(folder: Path, name: str, identity: str) -> BinaryIO | None:
     file = create_file(folder / MARKER)
     held = False
     try:
-        locked = _lock(file.fileno())
+        locked = lock(file.fileno(), wait=True) is Lock.HELD
         file.write(_text(name, identity).encode("utf-8", "surrogateescape"))
         if not os.fstat(file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -95,7 +99,7 @@ def writer_of(folder: Path) -> Iterator[Writer]:
     except OSError:
         yield Writer.UNKNOWN
         return
-    state = _state(descriptor)
+    state = _WRITERS[lock(descriptor, wait=False)]
     if state is not Writer.GONE:  # always unknown on Windows, which can't rename a folder that contains an open file
         os.close(descriptor)
         yield state
@@ -183,25 +187,3 @@ def _read(folder: Path) -> str:
 def _is_folder(place: Path) -> bool:
     """Whether it is a folder and not a link to one."""
     return stat.S_ISDIR(os.lstat(place).st_mode)
-
-
-def _state(descriptor: int) -> Writer:
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return Writer.ALIVE
-    except (ImportError, OSError):
-        return Writer.UNKNOWN
-    return Writer.GONE
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except (ImportError, OSError):
-        return False
-    return True

@@ -49,3 +49,13 @@ def as_path(path: Any) -> Path:
         raise CheckpointError("a path with a zero character in it", path=text, remedy="Check where the path comes from.")
     refuse_url(path)
     return Path(text)
+
+
+def refuse_existing(path: PathLike, overwrite: bool, field: str | None = None) -> None:
+    """Raise if something is at the path that `overwrite` does not allow to replace."""
+    if not overwrite and os.path.lexists(path):
+        raise already_there(path, field)
+
+
+def already_there(path: PathLike, field: str | None = None) -> CheckpointError:
+    return CheckpointError("exists already", path=path, field=field, remedy="Pass overwrite=True (--overwrite) to replace it.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 import torch
 
@@ -17,6 +18,14 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     flat = tensor.detach().resolve_neg().resolve_conj().contiguous().reshape(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single expanded element is contiguous with stride 0
+
+
+def memory_key(tensor: torch.Tensor) -> Any:
+    """Equal for two tensors that are the same memory, read in the same type and shape. A tensor without memory (on the meta device, or
+    without elements) equals only itself."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

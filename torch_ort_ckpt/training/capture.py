@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from ..checkpoint.bridge import TO_ORT_MOMENTS, group_from_torch
 from ..checkpoint.state import CheckpointState
-from ..checkpoint.training_graph import TrainingGraph
+from ..checkpoint.training_graph import GraphOptimizer, TrainingGraph, unwrap
+from ..cuda.staging import Staging
 from ..errors import CheckpointError
 from ..pytorch_private import is_zero
 from . import tree
-from .distributed import is_sharded, rank, unwrap
+from .distributed import is_sharded, rank
 from .randomness import random_states, set_random_states
 
 
@@ -48,15 +49,23 @@ class Captured:
     state: CheckpointState | None
     shared: tuple[Any, dict[str, torch.Tensor]] | None
     local: tuple[Any, dict[str, torch.Tensor]]
+    staging: Staging | None = None
 
-    def clone(self) -> Captured:
-        """A copy that is independent of further training."""
+    def staged(self) -> Captured:
+        """A copy in the host's memory that is independent of further training; `wait` before reading it."""
+        staging = Staging()
 
         def copied(part: tuple[Any, dict[str, torch.Tensor]]) -> tuple[Any, dict[str, torch.Tensor]]:
-            return part[0], {name: value.detach().to("cpu", copy=True) for name, value in part[1].items()}
+            return part[0], {name: staging.copy(value) for name, value in part[1].items()}
 
-        state = self.state.clone() if self.state is not None else None
-        return Captured(state, copied(self.shared) if self.shared is not None else None, copied(self.local))
+        state = self.state.copied_by(staging.copy) if self.state is not None else None
+        shared = copied(self.shared) if self.shared is not None else None
+        return Captured(state, shared, copied(self.local), staging.finish())
+
+    def wait(self) -> None:
+        """Wait until the copies of a device's tensors have arrived."""
+        if self.staging is not None:
+            self.staging.wait()
 
 
 def capture(training: Training) -> Captured:
@@ -64,7 +73,7 @@ def capture(training: Training) -> Captured:
     model = unwrap(training.model)
     model_dict, optimizer_dict = _state_dicts(training)
     local = {
-        "random": random_states(),
+        "random": random_states(device_of(model)),
         "data": training.data.state_dict() if training.data is not None else None,
         "gradients": _gradients(model) if training.gradients else None,
     }
@@ -98,13 +107,19 @@ def restore(training: Training, shared: Mapping[str, Any], local: Mapping[str, A
         target.load_state_dict(content)
     if training.data is not None and local["data"] is not None:
         training.data.load_state_dict(local["data"])
-    set_random_states(local["random"])
+    set_random_states(local["random"], device_of(model))
     if shared["dropout"] is not None and isinstance(model, TrainingGraph):
         model.seed_dropout(*shared["dropout"])  # after torch's generators, whose seed it depends on
     model.zero_grad(set_to_none=True)
     if gradients is not None:
         _set_gradients(model, gradients)
     training.progress.update(shared["progress"])
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The GPU that the model is on; None for a model elsewhere."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return device if device is not None and device.type == "cuda" else None
 
 
 # State dicts by parameter name
@@ -198,10 +213,8 @@ def _checkpoint(
 ) -> CheckpointState:
     properties = {f"training.{name}": value for name, value in progress.items()}
     if isinstance(model, TrainingGraph):
-        from ..runtime.optimizer import OrtOptimizer  # imports onnx, which such a model has already imported
-
-        state = model.checkpoint(optimizer if isinstance(optimizer, OrtOptimizer) else None, properties=properties)
-        if isinstance(optimizer, OrtOptimizer):
+        state = model.checkpoint(optimizer if isinstance(optimizer, GraphOptimizer) else None, properties=properties)
+        if isinstance(optimizer, GraphOptimizer):
             return state
     else:
         learnt = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}

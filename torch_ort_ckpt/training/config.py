@@ -24,6 +24,7 @@ class RunnerConfig:
       (unless `resume=False`), so that a restarted job continues.
     - `on_save_error`: "raise", or "warn" to continue without that save.
     - `export_path`: the inference model written at the end, with `export_outputs`.
+    - `overwrite`: whether a fresh run may replace `export_path` and the performance file that are there (a resumed one replaces its own).
     """
 
     num_train_steps: int
@@ -48,6 +49,7 @@ class RunnerConfig:
     perf_output_dir: PathLike | None = None
     export_path: PathLike | None = None
     export_outputs: tuple[str, ...] | None = None
+    overwrite: bool = False
     seed: int = 0
     progress_bar: bool = True
 

@@ -11,14 +11,15 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..storage.files import directory_lock, fsync_directory, save_error, unsynced_error, warn
+from ..storage.files import discarding, warn
+from ..storage.folders import PendingFolder, Rules
+from ..storage.locks import directory_lock
 from ..storage.ownership import (
     MARKER,
-    MarkedFolder,
     Writer,
     delete_abandoned,
     delete_folder,
@@ -61,73 +62,25 @@ def _listed(path: Path) -> Entry:
 
 
 def pending_entry(directory: Path, step: int) -> contextlib.AbstractContextManager[PendingFolder]:
-    """A `pending_folder` for one step."""
-    return pending_folder(directory / f"checkpoint_{step}")
+    """The folder for one step's entry."""
+    return pending_checkpoint(directory / f"checkpoint_{step}")
 
 
-@contextlib.contextmanager
-def pending_folder(target: Path, *, asked: bool = False) -> Iterator[PendingFolder]:
+def pending_checkpoint(target: Path, *, asked: bool = False) -> contextlib.AbstractContextManager[PendingFolder]:
     """A folder to write to; deleted at the end of the block unless it was committed. File system errors become `CheckpointError`.
 
     It replaces only what this library made under that name. `asked` means that the user passed this path to save to: then a file,
     or a checkpoint of this library that was made under another name, is replaced as well.
     """
-    pending: PendingFolder | None = None
-    try:
-        pending = PendingFolder(target, asked)
-        yield pending
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise (unsynced_error if pending is not None and pending.committed else save_error)(error, target) from error
-    finally:
-        if pending is not None:
-            pending.discard()
+    rules = Rules("tmp", partial(_check_target, asked=asked), _delete_replaced, "It is renamed when the directory is next opened.")
+    return discarding(lambda: PendingFolder(target, rules), target)
 
 
-class PendingFolder:
-    """A temporary folder under its writer's lock."""
-
-    def __init__(self, target: Path, asked: bool = False) -> None:
-        self.target, self.committed, self._asked = target, False, asked
-        self._check_target()  # check before gigabytes are written
-        self._folder = MarkedFolder(target, "tmp")
-        self.path = self._folder.path
-
-    def commit(self, durable: bool) -> None:
-        """Rename the folder to its final name. An existing one is moved away first; `recover` repairs a crash in between."""
-        with directory_lock(self.target.parent):
-            replaced: Path | None = None
-            if not self._was_promoted():
-                self._check_target()
-                if os.path.lexists(self.target):
-                    replaced = _set_aside(self.target)
-                try:
-                    os.rename(self.path, self.target)
-                except OSError:
-                    if replaced is not None:
-                        os.rename(replaced, self.target)
-                    raise
-            self.committed = True
-        if durable:
-            fsync_directory(self.target.parent)
-        if replaced is not None:
-            _delete(replaced)
-
-    def discard(self) -> None:
-        if not self.committed:
-            delete_folder(self.path)
-        self._folder.close()
-
-    def _was_promoted(self) -> bool:
-        """Without locks another manager can't know that this writer is alive, and may have renamed the complete folder already."""
-        return not self.path.exists() and identity_of(self.target, self.target.name) == self._folder.identity
-
-    def _check_target(self) -> None:
-        if not os.path.lexists(self.target) or (self._asked and (self.target.is_symlink() or self.target.is_file())):
-            return
-        if (reason := why_kept(self.target, None if self._asked else self.target.name)) is not None:
-            raise CheckpointError(f"in the way of a checkpoint: {reason}", path=self.target, remedy="Move it away, or save elsewhere.")
+def _check_target(target: Path, asked: bool) -> None:
+    if asked and (target.is_symlink() or target.is_file()):
+        return
+    if (reason := why_kept(target, None if asked else target.name)) is not None:
+        raise CheckpointError(f"can't be replaced by a checkpoint: {reason}", path=target, remedy="Move it away, or save elsewhere.")
 
 
 def why_kept(folder: Path, name: str | None) -> str | None:
@@ -232,6 +185,11 @@ def _set_aside(entry: Path) -> Path:
     leaving = entry.with_name(f".{entry.name}.{new_identity()}.old")
     os.rename(entry, leaving)
     return leaving
+
+
+def _delete_replaced(_: Path, replaced: Path | None) -> None:
+    if replaced is not None:
+        _delete(replaced)
 
 
 def _delete(place: Path) -> None:

@@ -15,21 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.training_graph import WRAPPERS
+from ..cuda.devices import process_group_backend
 from ..errors import CheckpointError
-from ..pytorch_private import compiled_module, is_distributed
+from ..pytorch_private import is_distributed
 
 T = TypeVar("T")
 
 
 def start() -> bool:
-    """Join the process group that `torchrun` describes, NCCL with GPUs and gloo without; False if there is none to join."""
+    """Join the process group that `torchrun` describes; False if there is none to join. A rank's GPU becomes the current one; ranks
+    beyond the GPUs, which train on the CPU, have none."""
     if dist.is_initialized():
         return True
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available() and local < torch.cuda.device_count():
+        torch.cuda.set_device(local)
+    dist.init_process_group(process_group_backend())
     return True
 
 
@@ -45,18 +49,6 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside DistributedDataParallel, `torch.compile` and the like."""
-    while True:
-        inner = model.module if isinstance(model, WRAPPERS) else compiled_module(model)
-        if inner is None:
-            return model
-        model = inner
-
-
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -21,11 +21,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..checkpoint.training_graph import unwrap
 from ..errors import CheckpointError
 from ..storage.files import save_error, warn
+from ..storage.folders import PendingFolder
 from ..storage.paths import PathLike, as_path
 from . import directory as entries
-from .capture import Captured, Training, capture, restore
+from .capture import Captured, Training, capture, device_of, restore
 from .distributed import Ranks, world_size
 from .entry import READABLE, SHARED, Entry, FileRecord, best_of, checked_metrics, write_manifest, write_state, write_tree
 from .preemption import Preemption
@@ -129,7 +131,7 @@ class CheckpointManager:
         captured = taken[0]
         if not self.async_save:
             return self._finish(step, lambda: self._write(step, captured, rated))
-        copied = captured.clone()
+        copied = captured.staged()
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._in_flight = step, self._executor.submit(self._write, step, copied, rated)
@@ -201,8 +203,9 @@ class CheckpointManager:
     # Saving, on every rank
 
     def _write(self, step: int, captured: Captured, metrics: dict[str, float]) -> Path:
+        captured.wait()
         with contextlib.ExitStack() as stack:
-            begun: list[entries.PendingFolder] = []
+            begun: list[PendingFolder] = []
 
             def begin() -> Path:
                 begun.append(stack.enter_context(entries.pending_entry(self.directory, step)))
@@ -221,7 +224,7 @@ class CheckpointManager:
             records |= write_tree(folder, SHARED, *captured.shared, durable=self.durable)
         return records
 
-    def _commit(self, pending: entries.PendingFolder, step: int, metrics: dict[str, float], files: dict[str, FileRecord]) -> None:
+    def _commit(self, pending: PendingFolder, step: int, metrics: dict[str, float], files: dict[str, FileRecord]) -> None:
         write_manifest(pending.path, step, self._ranks.count, metrics, files, self.durable)
         pending.commit(self.durable)
         self._damaged.discard(pending.target)
@@ -285,7 +288,7 @@ class CheckpointManager:
         if entry.ranks != world_size():
             gradients = _regroup([entry.local(number)["gradients"] for number in range(entry.ranks)], world_size(), self._ranks.rank)
             if self._ranks.rank >= entry.ranks:
-                mine = {**mine, "random": random_states()}
+                mine = {**mine, "random": random_states(device_of(unwrap(training.model)))}
         restore(training, shared, mine, gradients)
 
 

@@ -117,6 +117,9 @@ class Clock:
         }
 
 
+PERFORMANCE = "perf_metrics.json"
+
+
 def write_performance(folder: PathLike, content: Mapping[str, Any]) -> Path:
     """`perf_metrics.json`, with the names ORT's runner used: times in seconds, latency in milliseconds, memory in MB."""
     place = Path(folder)
@@ -124,7 +127,7 @@ def write_performance(folder: PathLike, content: Mapping[str, Any]) -> Path:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise save_error(error, folder) from error
-    path = place / "perf_metrics.json"
+    path = place / PERFORMANCE
     with atomic_write(path) as file:
         file.write(json.dumps(content, indent=2).encode())
     return path

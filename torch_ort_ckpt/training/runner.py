@@ -8,27 +8,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.bridge import to_optimizer_state_dict, to_state_dict
-from ..checkpoint.training_graph import TrainingGraph
+from ..checkpoint.training_graph import GraphOptimizer, TrainingGraph, unwrap
 from ..errors import CheckpointError, UnsupportedError
 from ..formats import load
 from ..pytorch_private import is_fsdp
+from ..storage.paths import refuse_existing
 from . import distributed
 from .config import RunnerConfig
 from .entry import MANIFEST, read_entry
 from .feed import Feed
 from .manager import CheckpointManager
-from .reporting import Bar, Board, Clock, write_performance
+from .reporting import PERFORMANCE, Bar, Board, Clock, write_performance
 from .sampler import sharded
-
-if TYPE_CHECKING:
-    from ..runtime.optimizer import OrtOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +96,10 @@ class TrainingRunner:
         export: Callable[[nn.Module, Path], None] | None = None,
     ) -> None:
         self.config, self.optimizer = config, optimizer
-        self._graph_optimizer = _graph_optimizer(optimizer, distributed.unwrap(model))
+        self._graph_optimizer = optimizer if isinstance(optimizer, GraphOptimizer) else None
         self._loss, self._metric, self._post_evaluation = loss or _direct, metric, post_evaluation
         self._callbacks, self._export = list(callbacks), export
-        inner = distributed.unwrap(model)
+        inner = unwrap(model)
         if config.mapped_dimensions:
             _fix_dimensions(inner, config.mapped_dimensions)
         if config.export_path is not None and export is None and not isinstance(inner, TrainingGraph):
@@ -136,7 +134,7 @@ class TrainingRunner:
                 if self.step % config.display_loss_steps == 0:
                     self._display(bar, board, clock)
                 if updated and self.weight_updates % config.histogram_period == 0:
-                    board.weights(self.step, distributed.unwrap(self.model))
+                    board.weights(self.step, unwrap(self.model))
                 if updated and tests is not None and config.evaluation_period and self.weight_updates % config.evaluation_period == 0:
                     board.scalars(self.step, {f"evaluation/{name}": value for name, value in self.evaluate(tests).items()})
                 for callback in self._callbacks:
@@ -190,7 +188,7 @@ class TrainingRunner:
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Loss and metrics over the loader, on the eval graph, averaged over samples and ranks."""
-        model = distributed.unwrap(self.model)
+        model = unwrap(self.model)
         was_training = model.training
         model.eval()
         sums: dict[str, float] = {"loss": 0.0}
@@ -299,6 +297,8 @@ class TrainingRunner:
         parts: dict[str, Any] = {"scheduler": self.scheduler, "scaler": self.scaler, "data": self._feed}
         progress: dict[str, Any] = {}
         entry = manager.restore(self.model, self.optimizer, progress=progress, **parts) if manager and self.config.resume else None
+        if entry is None:  # a run that resumes replaces its own results
+            self._ranks.first(self._refuse_existing)
         source = self.config.checkpoint_to_load_path
         if entry is None and source is not None:
             if (Path(source) / MANIFEST).exists():
@@ -313,10 +313,18 @@ class TrainingRunner:
         log.info("resumed from %s at step %d", entry.path, self.step)
         return self.step
 
+    def _refuse_existing(self) -> None:
+        """Before the first step, not at the end of a long run."""
+        config = self.config
+        if config.export_path is not None:
+            refuse_existing(config.export_path, config.overwrite, "export_path")
+        if config.perf_output_dir is not None:
+            refuse_existing(Path(config.perf_output_dir) / PERFORMANCE, config.overwrite, "perf_output_dir")
+
     def _finish(self, clock: Clock, preempted: bool) -> None:
         if distributed.rank() != 0 or preempted:
             return
-        config, model = self.config, distributed.unwrap(self.model)
+        config, model = self.config, unwrap(self.model)
         if config.perf_output_dir is not None:
             report = clock.report(type(model).__name__, self.weight_updates, self.skipped_updates, self._ranks.count)
             write_performance(config.perf_output_dir, report)
@@ -324,7 +332,7 @@ class TrainingRunner:
             if self._export is not None:
                 self._export(model, Path(config.export_path))
             elif isinstance(model, TrainingGraph):
-                model.export_inference(config.export_path, config.export_outputs)
+                model.export_inference(config.export_path, config.export_outputs, overwrite=True)
 
     def _result(self, resumed_from: int | None, preempted: bool) -> Result:
         loss = float(self.last_loss) if self.last_loss is not None else float("nan")
@@ -379,20 +387,11 @@ def _fix_dimensions(model: nn.Module, dimensions: Mapping[str, int]) -> None:
     model.fix_dimensions(dimensions)
 
 
-def _graph_optimizer(optimizer: Optimizer, model: nn.Module) -> OrtOptimizer | None:
-    """The optimizer, if it runs the optimizer graph of the artifacts."""
-    if not isinstance(model, TrainingGraph):
-        return None
-    from ..runtime.optimizer import OrtOptimizer  # imports onnx, which such a model has already imported
-
-    return optimizer if isinstance(optimizer, OrtOptimizer) else None
-
-
 def _load_weights(model: nn.Module, optimizer: Optimizer, source: Any) -> None:
     """Start from a checkpoint of any format: weights, and the optimizer's state where there is one."""
-    inner, state = distributed.unwrap(model), load(source)
+    inner, state = unwrap(model), load(source)
     if isinstance(inner, TrainingGraph):
-        own = _graph_optimizer(optimizer, inner)
+        own = optimizer if isinstance(optimizer, GraphOptimizer) else None
         inner.load_checkpoint(state, own)
         if own is not None:
             return

@@ -17,6 +17,7 @@ import torch
 from ..checkpoint.state import CheckpointState
 from ..errors import CorruptFileError, UnsupportedError
 from ..storage.paths import PathLike
+from ..storage.tensors import memory_key
 
 _PLAIN = (bool, int, float, str)
 
@@ -38,11 +39,7 @@ def decode(form: Any, tensors: Mapping[str, torch.Tensor], state: CheckpointStat
 
 def labels(state: CheckpointState) -> dict[Any, str]:
     """What identifies a tensor's memory -> its label in the state."""
-    return {_memory(value): label for label, value in state.tensors() if isinstance(value, torch.Tensor) and value.numel()}
-
-
-def _memory(value: torch.Tensor) -> Any:
-    return (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+    return {memory_key(value): label for label, value in state.tensors() if isinstance(value, torch.Tensor) and value.numel()}
 
 
 def _encode(value: Any, where: str, known: Mapping[Any, str], tensors: dict[str, torch.Tensor]) -> Any:
@@ -53,7 +50,7 @@ def _encode(value: Any, where: str, known: Mapping[Any, str], tensors: dict[str,
         return value
     if isinstance(value, torch.Tensor):
         value = value.detach()
-        label = known.get(_memory(value)) if value.numel() else None
+        label = known.get(memory_key(value)) if value.numel() else None
         if label is not None:
             return {"$ort": label}
         tensors[where] = value

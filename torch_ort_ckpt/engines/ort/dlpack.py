@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from ...dtypes import ALIASABLE, short_name
 from ...errors import UnsupportedError
-from ...pytorch_private import to_dlpack
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -14,24 +14,29 @@ from typing import Any
 import onnx
 import torch
 
+from ...cuda.devices import check
+from ...cuda.kernels import fallbacks
+from ...cuda.provider import flag_device
+from ...cuda.streams import Lane
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs.artifacts import Artifacts
-from ...graphs.description import ACCUMULATION_BUFFER, ACCUMULATION_OUTPUT, LAZY_RESET, TensorSpec, all_nodes, model_bytes
+from ...graphs.description import ACCUMULATION_BUFFER, ACCUMULATION_OUTPUT, LAZY_RESET, TensorSpec, all_nodes, copy_of, model_bytes
 from ...graphs.limits import refuse_wrong
 from ...graphs.onnxruntime_package import import_onnxruntime
 from ...graphs.passes.dimensions import fix_dimensions
 from ...graphs.passes.direct_gradients import direct_gradient_names, direct_gradients
-from ...graphs.passes.statistics import unbias_statistics
-from ...graphs.passes.training import repair_training
+from ...graphs.passes.direct_updates import direct_updates, updated_buffers
+from ...graphs.passes.pipelines import AFTER_GRADIENTS, apply
+from ...graphs.passes.unbiased_variance import unbias_variances, unbiased_variances
+from ...graphs.passes.versions import lower_versions
 from ...pytorch_private import keeps_graph
 from ...storage.files import warn
 from .. import EngineOptions, Tensors
-from . import cuda
 from .dlpack import to_ort
 from .gradients import GradientBuffer, GradientPool, Lease, refuse_second_derivative, scale, spent
+from .graph_updates import runs_on
 from .labels import check_labels
 from .sessions import Binding, GraphSession, ort_device, set_seed
-from .versions import as_ort_loads
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +53,15 @@ class OrtEngine:
         self._training: _TrainingGraph | None = None
         self._eval: _EvalGraph | None = None
         self._told_of_autocast = False
+        self._lane: Lane | None = None
         if options.device.type == "cuda":
-            device = cuda.check(options.device, import_onnxruntime().get_available_providers())
+            device = check(options.device, import_onnxruntime().get_available_providers())
             self.options = dataclasses.replace(options, device=device)
+            self._lane = Lane(device, 'Use engine="torch", or call the model outside the capture.')
         elif options.device.type != "cpu":
             raise UnsupportedError(f"ONNX Runtime runs on cpu and cuda, not on {options.device}", remedy='Use engine="torch".')
+        self.prefers_adjacent_parameters = options.device.type == "cpu"
+        self.runs_optimizer_graph = runs_on(options.device)
         import_onnxruntime()
 
     def input_specs(self, parameters: Tensors) -> list[TensorSpec]:
@@ -65,23 +74,17 @@ class OrtEngine:
         outputs: tuple[torch.Tensor, ...] = _Gradients.apply(graph, inputs, parameters, seed, *trainable)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return outputs
 
-    def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
+    def step(
+        self, inputs: Tensors, parameters: Tensors, seed: int | None, reuse: Tensors | None = None
+    ) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         graph = self.training_graph()
+        if reuse is not None and (owner := graph.pool.owner_of(reuse)) is not None:  # no new buffer or views are needed
+            return graph.execute(owner, inputs, parameters, seed), reuse
         buffer, lease, outputs = graph.run(inputs, parameters, seed)
         if graph.aliases:  # half-precision gradients: the masters get them in their own precision
             dtypes = [parameters[index].dtype for index in graph.trainable]
             return outputs, [view.to(dtype) for view, dtype in zip(buffer.views(lease), dtypes, strict=True)]
         return outputs, buffer.steady_views()
-
-    def step_into(
-        self, gradients: Tensors, inputs: Tensors, parameters: Tensors, seed: int | None
-    ) -> tuple[tuple[torch.Tensor, ...], Tensors]:
-        """As `step`, but overwrites the gradients that an earlier step returned: no new buffer or views are needed."""
-        graph = self.training_graph()
-        buffer = graph.pool.owner_of(gradients)
-        if buffer is None:
-            return self.step(inputs, parameters, seed)
-        return graph.execute(buffer.binding, inputs, parameters, seed), gradients
 
     def evaluate(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         self._notice_autocast()
@@ -97,7 +100,7 @@ class OrtEngine:
     def eval_graph(self) -> _EvalGraph:
         with self._lock:
             if self._eval is None:
-                self._eval = _EvalGraph(self.artifacts, self.options)
+                self._eval = _EvalGraph(self.artifacts, self.options, self._lane)
         return self._eval
 
     def _notice_autocast(self) -> None:
@@ -113,7 +116,7 @@ class OrtEngine:
         if self._training is None:
             with self._lock:
                 if self._training is None:
-                    self._training = _TrainingGraph(self.artifacts, self.options)
+                    self._training = _TrainingGraph(self.artifacts, self.options, self._lane)
         return self._training
 
 
@@ -160,7 +163,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _TrainingGraph(GraphSession):
-    def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
+    def __init__(self, artifacts: Artifacts, options: EngineOptions, lane: Lane | None) -> None:
         if artifacts.training_path is None:
             raise MissingFileError("no training_model", path=artifacts.folder, remedy="Call model.eval() to run the eval graph.")
         order = list(artifacts.parameters)
@@ -174,38 +177,47 @@ class _TrainingGraph(GraphSession):
         self.buffers: list[str] = []
         if artifacts.training is None:
             self.buffers = [spec.name for spec in artifacts.gradients.values()]
-            super().__init__(str(artifacts.training_path), artifacts, options, {spec.name for spec in artifacts.training_inputs})
+            super().__init__(str(artifacts.training_path), artifacts, options, {spec.name for spec in artifacts.training_inputs}, lane)
         else:
             model = self._prepared(artifacts.training, artifacts, options)
-            source = model_bytes(as_ort_loads(model), artifacts.training_path)
-            super().__init__(source, artifacts, options, {value.name for value in model.graph.input})
+            source = model_bytes(model, artifacts.training_path)
+            super().__init__(source, artifacts, options, {value.name for value in model.graph.input}, lane)
+            if lane is not None and (names := fallbacks((node.domain, node.op_type) for node in all_nodes(model.graph))):
+                logger.warning("no CUDA kernel for %s: each step waits while they run on the CPU; engine torch does not", ", ".join(names))
         self.pool = GradientPool(self._new_buffer)
 
     def _prepared(self, model: onnx.ModelProto, artifacts: Artifacts, options: EngineOptions) -> onnx.ModelProto:
         """The training graph as it is run: with fixed dimensions, repaired, checked, and with gradients as outputs."""
         names = direct_gradient_names(model)
         self.gradients = [names[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
-        repaired = onnx.ModelProto()
-        repaired.CopyFrom(fix_dimensions(model, options.dimensions))
-        for line in repair_training(repaired):
+        changed = copy_of(model)
+        fix_dimensions(changed, options.dimensions)
+        for line in apply(changed, AFTER_GRADIENTS):
             logger.info("%s", line)
-        refuse_wrong(repaired, artifacts.training_path)
-        changed = direct_gradients(repaired)
+        refuse_wrong(changed, artifacts.training_path)
+        direct_gradients(changed)
+        self.written = updated_buffers(changed)
+        direct_updates(changed)
         if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
-            self.written = unbias_statistics(changed)
-            changed, self.labels = check_labels(changed, artifacts.inputs)
+            self.written |= unbiased_variances(changed)
+            unbias_variances(changed)
+            self.labels = check_labels(changed, artifacts.inputs)
+        lower_versions(changed)
         return changed
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
         buffer, lease = self.pool.take()
-        return buffer, lease, self.execute(buffer.binding, inputs, parameters, seed)
+        return buffer, lease, self.execute(buffer, inputs, parameters, seed)
 
-    def execute(self, binding: Binding, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
+    def execute(self, buffer: GradientBuffer, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[torch.Tensor, ...]:
         self.labels.before(inputs)
-        binding.bind(inputs, parameters)
-        if seed is not None:
-            set_seed(seed)
-        return self.results(binding)
+        if self.lane is not None:
+            self.lane.share(buffer.flats, buffer.streams)
+        with self.in_order():
+            buffer.binding.bind(inputs, parameters)
+            if seed is not None:
+                set_seed(seed)
+            return self.results(buffer.binding)
 
     def _new_buffer(self) -> GradientBuffer:
         buffer = GradientBuffer(self.gradient_specs, self.device)
@@ -216,15 +228,16 @@ class _TrainingGraph(GraphSession):
                 binding.io.bind_ortvalue_output(name, to_ort(view))
             else:
                 binding.io.bind_ortvalue_input(name, to_ort(view))
-                binding.io.bind_output(name.removesuffix(ACCUMULATION_BUFFER) + ACCUMULATION_OUTPUT, ort_device(torch.device("cpu")))
+                flag = flag_device() if self.lane is not None else ort_device(torch.device("cpu"))
+                binding.io.bind_output(name.removesuffix(ACCUMULATION_BUFFER) + ACCUMULATION_OUTPUT, flag)
         if self.buffers:  # PyTorch accumulates the gradients: every run overwrites its buffer
-            binding.io.bind_ortvalue_input(LAZY_RESET, to_ort(torch.ones(1, dtype=torch.bool, device=self.device)))
+            binding.io.bind_ortvalue_input(LAZY_RESET, to_ort(torch.ones(1, dtype=torch.bool)))  # read on the CPU, also on CUDA
         buffer.binding = binding
         return buffer
 
 
 class _EvalGraph(GraphSession):
-    def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
+    def __init__(self, artifacts: Artifacts, options: EngineOptions, lane: Lane | None) -> None:
         if artifacts.eval_path is None:
             raise MissingFileError(
                 "no eval_model, which eval() and no_grad() need", path=artifacts.folder, remedy="Export the artifacts with an eval model."
@@ -232,10 +245,12 @@ class _EvalGraph(GraphSession):
         graph = artifacts.eval
         if graph is not None:
             refuse_wrong(graph, artifacts.eval_path)
+            graph = copy_of(graph)
             if options.device.type == "cpu":
-                graph, self.labels = check_labels(graph, artifacts.inputs)
-        model = str(artifacts.eval_path) if graph is None else model_bytes(as_ort_loads(graph), artifacts.eval_path)
-        super().__init__(model, artifacts, options, {spec.name for spec in artifacts.eval_inputs})
+                self.labels = check_labels(graph, artifacts.inputs)
+            lower_versions(graph)
+        model = str(artifacts.eval_path) if graph is None else model_bytes(graph, artifacts.eval_path)
+        super().__init__(model, artifacts, options, {spec.name for spec in artifacts.eval_inputs}, lane)
         self.outputs = [spec.name for spec in artifacts.eval_outputs]
         self._free: list[Binding] = []
 
@@ -245,8 +260,9 @@ class _EvalGraph(GraphSession):
             binding = self._free.pop()  # atomic: threads never share a binding
         except IndexError:
             binding = Binding(self, [*self.outputs, *self.labels.reported])
-        binding.bind(inputs, parameters)
-        outputs = self.results(binding)
+        with self.in_order():
+            binding.bind(inputs, parameters)
+            outputs = self.results(binding)
         self._free.append(binding)
         return outputs
 

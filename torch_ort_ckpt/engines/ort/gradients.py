@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...pytorch_private import counts_tensor_uses, foreach_mul_, storage_uses, strided_view, tensor_uses
+from ...pytorch_private import counts_tensor_uses, foreach_mul_, storage_uses, tensor_uses
 from .memory import Shape, layout
 
 Lease = list[torch.Tensor]
@@ -48,21 +48,23 @@ class GradientBuffer:
             else:
                 first, second, *_ = (starts[index] for index in indices)
                 self._together.append((indices, kind, (len(indices), *shape), (second - first, *strides), first))
-        self._flats = [torch.zeros(sizes[kind], dtype=kind, device=device) for kind in kinds]
-        self._addresses = [flat.data_ptr() for flat in self._flats]
+        self.flats = [torch.zeros(sizes[kind], dtype=kind, device=device) for kind in kinds]
+        self.streams: set[int] = set()
+        """On CUDA, the streams that are known to use this memory."""
+        self._addresses = [flat.data_ptr() for flat in self.flats]
         self._counts = [sum(dtype is kind for dtype, _ in gradients) for kind in kinds]
         self._steady: list[torch.Tensor] | None = None
         self._steady_counts: list[tuple[int, int]] = []
         self._baseline: list[int] = []
 
     def lease(self) -> Lease:
-        return [flat.view(-1) for flat in self._flats]
+        return [flat.view(-1) for flat in self.flats]
 
     def views(self, flats: Sequence[torch.Tensor]) -> list[Any]:
         """The gradients in `flats`, which have this buffer's layout, in the order of the parameters."""
         found: list[Any] = [None] * sum(self._counts)
         for index, kind, shape, strides, start in self._single:
-            found[index] = strided_view(flats[kind], shape, strides, start)
+            found[index] = flats[kind].as_strided(shape, strides, start)
         for indices, kind, shape, strides, start in self._together:
             for index, view in zip(indices, flats[kind].as_strided(shape, strides, start).unbind(0), strict=True):
                 found[index] = view
@@ -71,9 +73,9 @@ class GradientBuffer:
     def steady_views(self) -> list[torch.Tensor]:
         """The gradients as the same tensor objects each time: creating 300 views takes longer than a small model's step."""
         if not counts_tensor_uses():  # whether such an object is in use can't be detected
-            return self.views(self._flats)
+            return self.views(self.flats)
         if self._steady is None:
-            self._steady = self.views(self._flats)
+            self._steady = self.views(self.flats)
             self._steady_counts = tensor_uses(self._steady)
             self._baseline = [before + views for before, views in zip(self._baseline, self._counts, strict=True)]
         return self._steady
@@ -87,17 +89,17 @@ class GradientBuffer:
 
     def settle(self) -> None:
         """Record the storage's reference count now, while there are no outside references."""
-        self._baseline = [storage_uses(flat) for flat in self._flats]
+        self._baseline = [storage_uses(flat) for flat in self.flats]
 
     def moved(self) -> bool:
         """Whether the memory was moved away from where the binding writes: all of it, as `share_memory_` of a gradient
         does, or a steady view's, as `gradient.data = ...` does."""
-        if [flat.data_ptr() for flat in self._flats] != self._addresses:
+        if [flat.data_ptr() for flat in self.flats] != self._addresses:
             return True
-        return any(storage_uses(flat) < least for flat, least in zip(self._flats, self._baseline, strict=True))
+        return any(storage_uses(flat) < least for flat, least in zip(self.flats, self._baseline, strict=True))
 
     def free(self) -> bool:
-        if [storage_uses(flat) for flat in self._flats] != self._baseline:
+        if [storage_uses(flat) for flat in self.flats] != self._baseline:
             return False
         return self._steady is None or tensor_uses(self._steady) == self._steady_counts
 

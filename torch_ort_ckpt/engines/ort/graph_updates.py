@@ -3,44 +3,70 @@
 The graph takes sequences of tensors. Where they can be kept (see `sequences`), a step rebinds only tensors that have moved; elsewhere
 lists of numpy arrays on the same memory go through `InferenceSession.run`, which turns each of them into a tensor in every step. Tensors
 that are adjacent in memory are passed as one (see `memory`).
+
+On CUDA the sequences hold the device's memory: nothing is copied, and the host does not wait. Learning rate, step and the flag that says
+whether an update took place stay in the host's memory, where the kernels want them.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
-import onnx
 import torch
 
+from ...cuda.provider import flag_device, run_options
+from ...cuda.streams import Lane
 from ...dtypes import short_name
 from ...errors import CheckpointError, UnsupportedError
 from ...graphs.artifacts import Artifacts, OptimizerSpec
-from ...graphs.description import model_bytes
-from ...graphs.onnxruntime_package import ort_errors
+from ...graphs.description import copy_of, model_bytes
+from ...graphs.onnxruntime_package import import_onnxruntime, ort_errors
+from ...graphs.optimizer import FIRST_MOMENTS, GRADIENTS, LEARNING_RATE, PARAMETERS, SECOND_MOMENTS, STEP, set_hyperparameters
+from ...graphs.passes.pipelines import OPTIMIZER, apply
 from .. import EngineOptions, Tensors
 from ..updates import Update
 from .dlpack import has_memory, to_ort
 from .memory import Piece, pieces
 from .sequences import available, make_sequence
 from .sessions import make_session
-from .versions import as_ort_loads
 
+_LARGEST = 2**31 - 1
+"""Elements of a tensor on CUDA: InplaceClipGradNorm counts them in 32 bits."""
 _KEPT = 4
 """Number of sequences kept: gradients are in the few buffers of a pool."""
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the optimizer graph can run on tensors of this device."""
+    return device.type == "cpu" or (device.type == "cuda" and available())
 
 
 class GraphUpdater:
     """Runs `optimizer_model.onnx` on the tensors' own memory, in place."""
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
-        if options.device.type != "cpu":
-            raise UnsupportedError("the optimizer graph runs on CPU memory only", remedy="Use OrtOptimizer(fused=True).")
+        self._lane: Lane | None = None
+        if options.device.type == "cuda":
+            if not available():
+                raise UnsupportedError(
+                    "on CUDA the optimizer graph needs sequences of tensors, which only onnxruntime-training 1.19.2 on Linux makes",
+                    remedy="Use OrtOptimizer(fused=True).",
+                )
+            self._lane = Lane(options.device, "Use OrtOptimizer(fused=True), or step outside the capture.")
+        elif options.device.type != "cpu":
+            raise UnsupportedError(f"the optimizer graph does not run on {options.device.type}", remedy="Use OrtOptimizer(fused=True).")
         self._artifacts = artifacts
-        self._options = EngineOptions(threads=options.threads, session_options=options.session_options)
+        self._options = EngineOptions(
+            device=options.device,
+            threads=options.threads,
+            session_options=options.session_options,
+            provider_options=options.provider_options,
+        )
         self._runs: dict[OptimizerSpec, _Run] = {}
         self._built_in = artifacts.optimizer_spec
         self._default = self._run(self._built_in)
@@ -68,11 +94,14 @@ class GraphUpdater:
                     raise UnsupportedError(
                         "hyper-parameters can't be changed in a .ort graph", path=path, remedy="Use optimizer_model.onnx."
                     )
-                session = make_session(str(path), self._options)
+                session = make_session(str(path), self._options, self._lane)
             else:
-                source = with_boolean_flag(model if built_in else with_hyperparameters(model, spec))
-                session = make_session(model_bytes(as_ort_loads(source), path), self._options)
-            self._runs[spec] = SequenceRun(session) if available() else ListRun(session)
+                source = copy_of(model)
+                if not built_in:
+                    set_hyperparameters(source, spec)
+                apply(source, OPTIMIZER)
+                session = make_session(model_bytes(source, path), self._options, self._lane)
+            self._runs[spec] = SequenceRun(session, self._lane) if available() else ListRun(session)
         return self._runs[spec]
 
 
@@ -94,11 +123,11 @@ class _Roles:
     together with the parameters do addresses determine the sizes.
     """
 
-    def __init__(self, session: Any, make: Callable[[list[Piece]], Any]) -> None:
+    def __init__(self, session: Any, make: Callable[[list[Piece]], Any], device: torch.device) -> None:
         names = {value.name for value in session.get_inputs()}
         self.names = [role for role in _ROLES if role in names]
         self._get = [_ROLES[role] for role in self.names]
-        self._make = make
+        self._make, self._device = make, device
         self._known: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
 
     def addresses(self, update: Update) -> _Addresses:
@@ -117,42 +146,66 @@ class _Roles:
                         raise _refusal(type(tensor).__name__)
                     if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
                         raise _refusal("strided" if tensor.dtype is torch.float32 else short_name(tensor.dtype))
+                    if tensor.device != self._device:
+                        raise CheckpointError(
+                            f"a parameter, gradient or moment is on {tensor.device}, the optimizer graph on {self._device}",
+                            remedy="Move the model before the optimizer is made.",
+                        )
+                    if self._device.type == "cuda" and tensor.numel() > _LARGEST:
+                        raise _refusal("larger")
             if len(self._known) >= _KEPT:
                 self._known.clear()
             # Clipping sums the norms of the tensors: joined tensors would be summed in a different order.
-            joined = update.hyperparameters.max_norm is None and update.hyperparameters.known
+            joined = update.hyperparameters.max_norm is None and update.hyperparameters.known and self._device.type == "cpu"
             sizes = [parameter.numel() for parameter in update.parameters]
-            self._known[key] = [self._make(own) for own in pieces(addresses, sizes, join=joined)]
+            found = pieces(addresses, sizes, join=joined)
+            if self._device.type == "cuda":  # an empty tensor has no address there, and nothing to update
+                found = [[piece for piece in own if piece[1]] for own in found]
+            self._known[key] = [self._make(own) for own in found]
         return self._known[key]
 
 
 class SequenceRun:
     """Sequences on the tensors' memory, bound until a tensor moves."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Any, lane: Lane | None = None) -> None:
         from onnxruntime.capi import _pybind_state as ort
 
-        self._session = session._sess
+        self._session, self._lane = session._sess, lane
+        self._without_wait = run_options(import_onnxruntime()) if lane is not None else None
         self._io = ort.SessionIOBinding(self._session)
         scalars = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
         self._lr, self._step, self._flag = (scalar.numpy() for scalar in scalars)  # cheaper to set and read than the tensors
-        self._io.bind_ortvalue_output(session.get_outputs()[0].name, to_ort(scalars[2]))
+        if lane is None:
+            self._io.bind_ortvalue_output(session.get_outputs()[0].name, to_ort(scalars[2]))
+        else:
+            self._io.bind_output(session.get_outputs()[0].name, flag_device())
         names = {value.name for value in session.get_inputs()}
-        for name, scalar in zip(("learning_rate", "step"), scalars, strict=False):
+        for name, scalar in zip((LEARNING_RATE, STEP), scalars, strict=False):
             if name in names:
                 self._io.bind_ortvalue_input(name, to_ort(scalar))
-        self._roles = _Roles(session, make_sequence)
+        device = torch.device("cpu") if lane is None else lane.device
+        self._roles = _Roles(session, partial(make_sequence, device=device), device)
         self._bound: _Addresses = []
 
     def apply(self, update: Update) -> bool:
         self._lr[0], self._step[0] = update.lr, update.step
         addresses = self._roles.addresses(update)
+        if self._lane is None:
+            self._bind(addresses, update)
+            self._session.run_with_iobinding(self._io, None)
+            return bool(self._flag[0])
+        with self._lane.ordered():
+            self._bind(addresses, update)
+            self._session.run_with_iobinding(self._io, None if self._lane.synchronises() else self._without_wait)
+        # The kernel sets the flag when it is launched, on the host: there is nothing to wait for.
+        return bool(ctypes.c_bool.from_address(self._io.get_outputs()[0].data_ptr()).value)
+
+    def _bind(self, addresses: _Addresses, update: Update) -> None:
         if addresses != self._bound:
             for role, value in zip(self._roles.names, self._roles.of(addresses, update), strict=True):
                 self._io.bind_ortvalue_input(role, value)
             self._bound = addresses
-        self._session.run_with_iobinding(self._io, None)
-        return bool(self._flag[0])
 
 
 class ListRun:
@@ -161,12 +214,12 @@ class ListRun:
     def __init__(self, session: Any) -> None:
         self._session = session._sess
         names = {value.name for value in session.get_inputs()}
-        self._scalars = [name for name in ("learning_rate", "step") if name in names]
+        self._scalars = [name for name in (LEARNING_RATE, STEP) if name in names]
         self._outputs = [session.get_outputs()[0].name]
-        self._roles = _Roles(session, lambda own: [_array(piece) for piece in own])
+        self._roles = _Roles(session, lambda own: [_array(piece) for piece in own], torch.device("cpu"))
 
     def apply(self, update: Update) -> bool:
-        scalars = {"learning_rate": np.array([update.lr], np.float32), "step": np.array([update.step], np.int64)}
+        scalars = {LEARNING_RATE: np.array([update.lr], np.float32), STEP: np.array([update.step], np.int64)}
         feeds: dict[str, Any] = {name: scalars[name] for name in self._scalars}
         feeds.update(zip(self._roles.names, self._roles.of(self._roles.addresses(update), update), strict=True))
         (updated, *_) = self._session.run(self._outputs, feeds, None)
@@ -174,26 +227,13 @@ class ListRun:
 
 
 _ROLES: dict[str, Callable[[Update], Tensors]] = {
-    "params": attrgetter("parameters"),
-    "gradients": attrgetter("gradients"),
-    "first_order_moments": lambda update: update.first or update.parameters,  # SGD declares them but does not use them
-    "second_order_moments": attrgetter("second"),
+    PARAMETERS: attrgetter("parameters"),
+    GRADIENTS: attrgetter("gradients"),
+    FIRST_MOMENTS: lambda update: update.first or update.parameters,  # SGD declares them but does not use them
+    SECOND_MOMENTS: attrgetter("second"),
 }
 
 _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-
-
-def with_hyperparameters(model: onnx.ModelProto, spec: OptimizerSpec) -> onnx.ModelProto:
-    """The same optimizer graph with different attributes."""
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    values = {"alpha": spec.betas[0], "beta": spec.betas[1], "epsilon": spec.eps, "weight_decay": spec.weight_decay}
-    for node in changed.graph.node:
-        if node.op_type == "AdamWOptimizer":
-            kept = [item for item in node.attribute if item.name not in values]
-            del node.attribute[:]
-            node.attribute.extend([*kept, *(onnx.helper.make_attribute(name, float(value)) for name, value in values.items())])
-    return changed
 
 
 def _increment_versions(tensors: Tensors) -> None:
@@ -203,19 +243,6 @@ def _increment_versions(tensors: Tensors) -> None:
     except TypeError:  # PyTorch 2.4 accepts one tensor at a time
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
-
-
-def with_boolean_flag(model: onnx.ModelProto) -> onnx.ModelProto:
-    """ORT 1.14 and 1.15 declared the output that says whether an update took place as int64; later releases refuse such a graph."""
-    flags = {node.output[0] for node in model.graph.node if node.op_type == "AdamWOptimizer"}
-    if not any(value.name in flags and value.type.tensor_type.elem_type == onnx.TensorProto.INT64 for value in model.graph.output):
-        return model
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    for value in changed.graph.output:
-        if value.name in flags:
-            value.type.tensor_type.elem_type = onnx.TensorProto.BOOL
-    return changed
 
 
 def _refusal(what: str) -> UnsupportedError:

@@ -1,26 +1,23 @@
 """Labels out of range. ONNX Runtime's loss kernels use a label as an index without a bounds check.
 
 Labels that are an input of the graph are checked against the number of classes before a run. Where the graph computes them (a language
-model shifts them), added nodes replace a label out of range by 0 and report it, so that the run can be refused.
+model shifts them), `label_guards` adds nodes that report a label out of range, so that the run can be refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 import torch
-from onnx import TensorProto, helper
 
 from ...errors import CheckpointError
-from ...graphs.description import TensorSpec, attributes, spec_of
-from ...graphs.passes.forward import typed_values
+from ...graphs.description import TensorSpec, read_labels, spec_of
+from ...graphs.passes.label_guards import LOSSES, guard_labels, guard_outputs, ignored_label
+from ...graphs.shapes import typed_values
 from .. import Tensors
 
-_LOSSES = frozenset(f"{kind}Loss{internal}" for kind in ("SoftmaxCrossEntropy", "NegativeLogLikelihood") for internal in ("", "Internal"))
-_GRADIENTS = frozenset(f"{name}Grad" for name in _LOSSES)
 _KEEP_EVERY_LABEL = frozenset({"Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 
 
@@ -75,11 +72,11 @@ def out_of_range(label: int, classes: int | None, field: str | None) -> Checkpoi
     )
 
 
-def check_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> tuple[onnx.ModelProto, LabelChecks]:
-    """The model, changed if it computes its labels itself, and what to check in each run."""
-    losses = [node for node in model.graph.node if node.op_type in _LOSSES]
+def check_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> LabelChecks:
+    """What to check in each run. A model that computes its labels itself is changed (in place)."""
+    losses = [node for node in model.graph.node if node.op_type in LOSSES]
     if not losses:
-        return model, NO_CHECKS
+        return LabelChecks(recorded_labels(model, inputs), [])
     places = {spec.name: place for place, spec in enumerate(inputs) if spec.dtype in (torch.int32, torch.int64)}
     producers = {name: node for node in model.graph.node for name in node.output}
     classes = _class_counts(model, [node.input[0] for node in losses])
@@ -88,14 +85,21 @@ def check_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> tuple[
         source, count = node.input[1], classes.get(node.input[0])
         while source in producers and producers[source].op_type in _KEEP_EVERY_LABEL:
             source = producers[source].input[0]
-        ignored = _ignored(model, node)
+        ignored = ignored_label(model, node)
         if source in places and count is not None and isinstance(ignored, int | None):
             given.append(GivenLabels(places[source], source, count, ignored))
         else:
             inside.append(node)
-    if not inside:
-        return model, LabelChecks(given, [])
-    return _with_guards(model, [node.output[0] for node in inside], given)
+    guarded = [node.output[0] for node in inside]
+    if guarded:
+        guard_labels(model, guarded)
+    return LabelChecks(given, guard_outputs(guarded))
+
+
+def recorded_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> list[GivenLabels]:
+    """The labels that the graph's metadata describe: its own nodes no longer show what they are."""
+    recorded = read_labels(model)
+    return [GivenLabels(place, spec.name, *recorded[spec.name]) for place, spec in enumerate(inputs) if spec.name in recorded]
 
 
 def _class_counts(model: onnx.ModelProto, scores: Iterable[str]) -> dict[str, int]:
@@ -113,61 +117,3 @@ def _class_counts(model: onnx.ModelProto, scores: Iterable[str]) -> dict[str, in
         return known(typed_values(model)) | counts
     except Exception:  # shape inference may raise anything; the graph is then checked at each run
         return counts
-
-
-def _ignored(model: onnx.ModelProto, node: onnx.NodeProto) -> int | str | None:
-    """The ignored label: an attribute, or an input (its value if that is a constant, else its name)."""
-    if len(node.input) > 3 and node.input[3]:
-        constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        constants |= {other.output[0]: attributes(other).get("value") for other in model.graph.node if other.op_type == "Constant"}
-        tensor = constants.get(node.input[3])
-        return int(onnx.numpy_helper.to_array(tensor).reshape(-1)[0]) if tensor is not None else node.input[3]
-    value = attributes(node).get("ignore_index")
-    return int(value) if value is not None else None
-
-
-def _with_guards(model: onnx.ModelProto, guarded: list[str], given: list[GivenLabels]) -> tuple[onnx.ModelProto, LabelChecks]:
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    graph = changed.graph
-    safe: dict[str, str] = {}
-    reported: list[str] = []
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        if node.op_type in _LOSSES and node.output[0] in guarded:
-            added, labels, right, result = _guard(model, node)
-            nodes += added
-            safe.setdefault(node.input[1], result)
-            node.input[1] = result
-            reported += [labels, right]
-        elif node.op_type in _GRADIENTS and node.input[2] in safe:
-            node.input[2] = safe[node.input[2]]
-        nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
-    kinds = [TensorProto.INT64, TensorProto.BOOL] * (len(reported) // 2)
-    graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name, kind in zip(reported, kinds, strict=True))
-    return changed, LabelChecks(given, reported)
-
-
-def _guard(model: onnx.ModelProto, node: onnx.NodeProto) -> tuple[list[onnx.NodeProto], str, str, str]:
-    """Nodes that compute the labels as int64, whether each is in range, and the labels with 0 in place of those that are not."""
-    nodes: list[onnx.NodeProto] = []
-    prefix = f"{node.output[0]}.labels"
-
-    def add(kind: str, *inputs: str, **settings: Any) -> str:
-        output = f"{prefix}.{len(nodes)}"
-        nodes.append(helper.make_node(kind, inputs, [output], **settings))
-        return output
-
-    def constant(value: int) -> str:
-        return add("Constant", value=helper.make_tensor("value", TensorProto.INT64, [], [value]))
-
-    labels, zero = add("Cast", node.input[1], to=TensorProto.INT64), constant(0)
-    classes = add("Gather", add("Shape", node.input[0]), constant(1))
-    right = add("And", add("Not", add("Less", labels, zero)), add("Less", labels, classes))
-    ignored = _ignored(model, node)
-    if ignored is not None:
-        left_out = constant(ignored) if isinstance(ignored, int) else add("Cast", ignored, to=TensorProto.INT64)
-        right = add("Or", right, add("Equal", labels, left_out))
-    return nodes, labels, right, add("Where", right, labels, zero)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 
 from ...checkpoint.state import split_half_suffix
+from ...cuda import provider
+from ...cuda.devices import PROVIDER
+from ...cuda.streams import Lane
 from ...dtypes import short_name
 from ...errors import CheckpointError, UnsupportedError
 from ...graphs.artifacts import Artifacts
@@ -16,7 +20,6 @@ from ...graphs.description import TensorSpec
 from ...graphs.onnxruntime_package import import_onnxruntime, ort_errors
 from ...pytorch_private import foreach_copy_
 from .. import EngineOptions, Tensors
-from . import cuda
 from .dlpack import as_input, from_ort, has_memory, to_ort, without_memory
 from .labels import NO_CHECKS, LabelChecks
 
@@ -28,11 +31,11 @@ class GraphSession:
     """Outputs of the graph that replace a parameter's value, by parameter name."""
     labels: LabelChecks = NO_CHECKS
 
-    def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str]) -> None:
-        self.session = make_session(model, options)
+    def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str], lane: Lane | None) -> None:
+        self.session = make_session(model, options, lane)
         self.device = options.device
-        self.stream = cuda.current_stream(options.device) if options.device.type == "cuda" else None
-        self.run_options = cuda.run_options(import_onnxruntime()) if self.stream is not None else None
+        self.lane = lane
+        self._without_wait = provider.run_options(import_onnxruntime()) if lane is not None else None
         self.specs = list(artifacts.parameters.values())
         self.inputs = [spec.name if spec.name in names else None for spec in artifacts.inputs]
         self.parameters = [(index, name) for index, name in enumerate(artifacts.parameters) if name in names]
@@ -41,9 +44,18 @@ class GraphSession:
             (order.index(master), alias, split_half_suffix(alias)[1]) for alias, master in artifacts.aliases.items() if alias in names
         ]
 
+    def in_order(self) -> contextlib.AbstractContextManager[None]:
+        """Binding and running, in order with PyTorch's work."""
+        return self.lane.ordered() if self.lane is not None else contextlib.nullcontext()
+
+    def run_options(self) -> Any:
+        return self._without_wait if self.lane is not None and not self.lane.synchronises() else None
+
     def results(self, binding: Binding) -> tuple[torch.Tensor, ...]:
         """Run, and return the user's outputs."""
         outputs = binding.run()
+        if self.lane is not None:
+            self.lane.lend(outputs)
         if self.labels.reported:
             end = len(outputs) - len(self.labels.reported)
             self.labels.after(outputs[end:])
@@ -68,6 +80,7 @@ class Binding:
         self._indices = [index for index, _ in owner.parameters]
         self._all = self._indices == list(range(len(owner.specs)))
         self._pointers: list[int] = [-1] * len(self._indices)
+        self._values: list[Any] = [None] * len(self._indices)
         self._aliases: list[torch.Tensor] | None = None
 
     def bind(self, inputs: Tensors, parameters: Tensors) -> None:
@@ -83,20 +96,22 @@ class Binding:
                     index, name = self.owner.parameters[position]
                     value = to_ort(as_input(_checked(tensors[position], self.owner.specs[index])))
                     self.io.bind_ortvalue_input(name, value)
+                    self._values[position] = value
                     if name in self.owner.written:
                         self.io.bind_ortvalue_output(self.owner.written[name], value)
             self._pointers = [pointer or -1 for pointer in pointers]
+        if self.owner.lane is not None:
+            # ORT keeps a copy of an input that it wants elsewhere (on the CPU, for a node without a CUDA kernel), with the value of the
+            # moment of binding. Where the devices agree, binding again costs no copy.
+            for (_, name), value in zip(self.owner.parameters, self._values, strict=True):
+                self.io.bind_ortvalue_input(name, value)
         if self.owner.aliases:
             self._refresh_aliases(parameters)
 
     def run(self) -> list[torch.Tensor]:
         """Execute; returns the outputs named at construction, in memory that nothing else writes to, now or later."""
         try:
-            if self.owner.stream is None:
-                self.owner.session._sess.run_with_iobinding(self.io, None)
-            else:
-                with cuda.ordered(self.owner.stream):
-                    self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options)
+            self.owner.session._sess.run_with_iobinding(self.io, self.owner.run_options())
             values = self.io.get_outputs()
             outputs = [from_ort(values[index], is_bool) for index, is_bool in enumerate(self._is_bool)]
         except ort_errors() as error:
@@ -125,7 +140,7 @@ class Binding:
         foreach_copy_(self._aliases, masters)
 
 
-def make_session(model: bytes | str, options: EngineOptions) -> Any:
+def make_session(model: bytes | str, options: EngineOptions, lane: Lane | None = None) -> Any:
     """An InferenceSession with the settings a training loop needs."""
     onnxruntime = import_onnxruntime()
     settings = options.session_options or onnxruntime.SessionOptions()
@@ -140,12 +155,12 @@ def make_session(model: bytes | str, options: EngineOptions) -> Any:
     for name, size in options.dimensions.items():
         settings.add_free_dimension_override_by_name(name, size)
     try:
-        if options.device.type != "cuda":
+        if lane is None:
             return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
-        stream = cuda.current_stream(options.device).cuda_stream
-        chosen = cuda.provider_options(options.device, stream, options.provider_options)
-        session = onnxruntime.InferenceSession(model, settings, providers=[(cuda.PROVIDER, chosen), "CPUExecutionProvider"])
-        cuda.loaded(session.get_providers())
+        chosen = provider.provider_options(options.device, lane.stream.cuda_stream, options.provider_options)
+        with lane.current_device():
+            session = onnxruntime.InferenceSession(model, settings, providers=[(PROVIDER, chosen), "CPUExecutionProvider"])
+        provider.loaded(session.get_providers())
         return session
     except ort_errors() as error:
         path = model if isinstance(model, str) else None

@@ -23,6 +23,7 @@ from ...graphs.translation.translate import Translation, translate
 from ...pytorch_private import is_distributed, keeps_graph
 from .. import EngineOptions, Tensors
 from ..ort.gradients import refuse_second_derivative, scale, spent
+from ..ort.labels import GivenLabels, recorded_labels
 
 
 class TorchEngine:
@@ -31,6 +32,8 @@ class TorchEngine:
 
     name = "torch"
     differentiable = True
+    runs_optimizer_graph = False
+    prefers_adjacent_parameters = False
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         self.artifacts, self.options = artifacts, options
@@ -71,7 +74,9 @@ class TorchEngine:
             and any(parameters[place].requires_grad for place in self._trainable)
         )
 
-    def step(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[tuple[torch.Tensor, ...], Tensors]:
+    def step(
+        self, inputs: Tensors, parameters: Tensors, seed: int | None, reuse: Tensors | None = None
+    ) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         _refuse_pieces(inputs, parameters, self.artifacts)
         if self.options.compile and self.training_graph is not None:
             values = [parameter.detach() for parameter in parameters]
@@ -79,7 +84,7 @@ class TorchEngine:
             try:
                 outputs, gradients = self._compiled_step(list(inputs), values)
             except _USUAL_ERRORS as error:
-                raise could_not_run(error) from error
+                raise self.training_graph.explained(error, inputs) from error
             return outputs, independent(gradients, [*inputs, *values, *outputs])
         with torch.enable_grad():
             outputs = self.train(inputs, parameters, seed)
@@ -194,6 +199,7 @@ class TorchGraph:
     compile: bool
     borrowed: list[int]
     """Outputs that may be views of an argument: they are copied, so that results don't change with the argument."""
+    labels: list[GivenLabels] = field(default_factory=list)
     _variants: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = field(default_factory=dict)
 
     def __call__(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
@@ -202,10 +208,19 @@ class TorchGraph:
         try:
             outputs: tuple[torch.Tensor, ...] = run(*arguments)
         except _USUAL_ERRORS as error:
-            raise could_not_run(error) from error
+            raise self.explained(error, inputs) from error
         if self.borrowed:
             return tuple(output.clone() if place in self.borrowed else output for place, output in enumerate(outputs))
         return outputs
+
+    def explained(self, error: Exception, inputs: Tensors) -> Exception:
+        """What to raise for an error of PyTorch's operators: often a label is out of range."""
+        for labels in self.labels:
+            try:
+                labels.check(inputs)
+            except CheckpointError as found:
+                return found
+        return could_not_run(error)
 
     def plain(self, inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         """The same, never compiled on its own."""
@@ -253,7 +268,8 @@ def make_graph(artifacts: Artifacts, options: EngineOptions, *, training: bool) 
     inputs = [places[name] for name in translation.inputs]
     exported = [specs[place].dtype for place in inputs]
     exported += [half or artifacts.parameters[order[place]].dtype for place, half in parameters]
-    return TorchGraph(translation, inputs, parameters, exported, options.compile, borrowed_outputs(model.graph, outputs))
+    borrowed = borrowed_outputs(model.graph, outputs)
+    return TorchGraph(translation, inputs, parameters, exported, options.compile, borrowed, recorded_labels(model, specs))
 
 
 _MAY_BE_VIEWS = frozenset(

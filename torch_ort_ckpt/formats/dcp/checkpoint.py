@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             folder = _begin(stack, path, durable) if first else None
             folder = folder if alone else _agreed(folder, path)
             save(content, storage_writer=FileSystemWriter(folder or path, sync_files=durable), no_dist=alone)
+            if first and durable:
+                _sync_index(folder or path)
     except CheckpointException as error:
         cause = next((failure[0] for failure in error.failures.values() if isinstance(failure[0], OSError)), None)
         if cause is not None:
@@ -87,10 +90,16 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
         progress(sum(nbytes(value) for value in content.values()))
 
 
+def _sync_index(folder: Path) -> None:
+    """PyTorch 2.13 syncs its index while the bytes are still in Python's buffer: the file would be empty after a power failure."""
+    with open(folder / INDEX, "rb+") as file:
+        os.fsync(file.fileno())
+
+
 def _begin(stack: contextlib.ExitStack, path: Path, durable: bool) -> Path:
     """The folder to write to, which replaces `path` when the stack closes."""
     try:
-        return stack.enter_context(atomic_folder(path, owns, durable=durable)).temporary
+        return stack.enter_context(atomic_folder(path, owns, durable=durable)).path
     except CheckpointError:
         if dist.is_initialized():
             dist.broadcast_object_list([None], src=0)
@@ -150,7 +159,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     for name, entry in index.tensors.items():
         available -= entry.nbytes
         if available < 0:
-            raise CorruptFileError("says it is larger than the files are", path=path, field=name)
+            raise CorruptFileError("its size is larger than the files", path=path, field=name)
         try:
             tensors[name] = _assembled(entry, name, files)
         except (RuntimeError, OverflowError, TypeError, MemoryError) as error:  # a shape with a zero and sizes that torch can't have

@@ -86,7 +86,7 @@ def read_index(path: Path) -> Index:
         return _index(pickled.read(data, KNOWN)[0], path)
     except pickled.UnknownNameError as error:
         raise UnsupportedError(
-            f"its index asks for {error.name}, which is not DCP's", path=path, remedy="This library runs no code from files."
+            f"its index refers to {error.name}, which DCP does not write", path=path, remedy="This library runs no code from files."
         ) from error
     except CheckpointError as error:
         error.path = str(path)
@@ -101,7 +101,7 @@ def _index(content: Any, path: Path) -> Index:
     index = Index()
     for name, entry in _pairs(fields["state_dict_metadata"]):
         if not isinstance(name, str) or name in index.tensors:
-            raise CorruptFileError("a name that is not text, or is there twice", path=path)
+            raise CorruptFileError("a name that is not text, or occurs twice", path=path)
         if isinstance(entry, Call) and entry.function == _BYTES:
             index.others.append(name)
             continue
@@ -151,7 +151,7 @@ def _places(content: Any) -> dict[str, Place]:
         if file != Path(file).name or "\\" in file or "\0" in file or file in ("", ".", ".."):
             raise CorruptFileError("refers to a file outside the folder", field=file)
         if type(start) is not int or type(length) is not int or not 0 <= start < 1 << 63 or not 0 <= length < 1 << 63:
-            raise ValueError("a position that is no number of bytes")
+            raise ValueError("not a byte position")
         if where.get("transform_descriptors"):
             raise UnsupportedError(
                 "its data went through an extension of DCP, such as compression", field=name, remedy="Save it without extensions."
@@ -177,7 +177,7 @@ def _sizes(content: Any) -> tuple[int, ...]:
     if isinstance(content, Call) and content.function == "torch.Size":
         content = content.arguments[0] if len(content.arguments) == 1 else ()
     if not isinstance(content, (tuple, list)):
-        raise ValueError("no shape where one should be")
+        raise ValueError("expected a shape")
     element_count(content)
     return tuple(content)
 
@@ -185,7 +185,7 @@ def _sizes(content: Any) -> tuple[int, ...]:
 def _fields(content: Any, kind: str) -> dict[str, Any]:
     """The attributes of one of DCP's objects."""
     if not isinstance(content, Call) or content.function != kind or content.arguments:
-        raise ValueError(f"no {kind.rpartition('.')[2]} where one should be")
+        raise ValueError(f"expected a {kind.rpartition('.')[2]}")
     return dict(_pairs(content.state, str))
 
 
@@ -193,11 +193,11 @@ def _pairs(content: Any, *keys: type) -> Pairs:
     if isinstance(content, Call) and content.function == "collections.OrderedDict" and isinstance(content.content, Pairs):
         content = content.content
     if not isinstance(content, Pairs) or (keys and not all(isinstance(key, keys) for key, _ in content)):
-        raise ValueError("no dictionary where one should be")
+        raise ValueError("expected a dictionary")
     return content
 
 
 def _list(content: Any) -> list[Any]:
     if not isinstance(content, list) or isinstance(content, Pairs):
-        raise ValueError("no list where one should be")
+        raise ValueError("expected a list")
     return content

@@ -167,7 +167,7 @@ class _File:
     def group(self, btree: int, heap: int, where: str, depth: int) -> Tree:
         magic, version, size, _, segment = self.unpack("4sB3xQQQ", heap, where)
         if magic != b"HEAP" or version != 0 or segment + size > self.buffer.size:
-            raise self.error("no heap of names where one should be", where)
+            raise self.error("expected a heap of names", where)
         return self.members(self.symbols(btree, segment, size, where), where, depth)
 
     def members(self, links: Iterable[tuple[str, int]], where: str, depth: int) -> Tree:
@@ -175,7 +175,7 @@ class _File:
         for name, address in links:
             place = f"{where}/{name}" if where else name
             if not name or name in tree or "/" in name:
-                raise self.error(f"the name {name!r} can't be", place)
+                raise self.error(f"invalid name {name!r}", place)
             tree[name] = self.object(address, place, depth + 1)
         return tree
 
@@ -214,7 +214,7 @@ class _File:
         if heap != UNDEFINED:
             if self.take(heap, 4, where) == b"FRHP":
                 raise DenseLinks
-            raise self.error("no heap of links where one should be", where)
+            raise self.error("expected a heap of links", where)
 
     def entries(self, address: int, where: str) -> Iterator[tuple[int, int, int]]:
         """Name offset, object address and kind of each symbol below a B-tree node."""
@@ -235,7 +235,7 @@ class _File:
                 for index in range(used):
                     yield self.unpack("QQI", address + 8 + 40 * index, where)
             else:
-                raise self.error("no B-tree node where one should be", where)
+                raise self.error("expected a B-tree node", where)
 
     # Datasets
 
@@ -278,7 +278,7 @@ class _File:
     def shape(self, content: bytes, where: str) -> tuple[int, ...]:
         version, rank, _, kind = self.sized(content, 4, where)
         if version not in (1, 2) or rank > 32 or (version == 2 and kind == 2):
-            raise self.error("a shape that is none", where)
+            raise self.error("not a valid shape", where)
         start = 8 if version == 1 else 4
         return struct.unpack(f"<{rank}Q", self.sized(content, start + 8 * rank, where)[start:])
 
@@ -314,7 +314,7 @@ class _File:
                 self.heaps[heap] = self.heap(heap, where)
             position, stored = self.heaps[heap].get(index, (0, 0))
             if length > stored:
-                raise self.error("a string that is not there", where)
+                raise self.error("refers to a string that does not exist", where)
             self.spend(length, where)
             texts.append(self.take(position, length, where).decode("utf-8", "surrogateescape"))
         return texts
@@ -323,7 +323,7 @@ class _File:
         """Where each object of a global heap is, and how long."""
         magic, version, size = self.unpack("4sB3xQ", address, where)
         if magic != b"GCOL" or version != 1 or address + size > self.buffer.size:
-            raise self.error("no heap of strings where one should be", where)
+            raise self.error("expected a heap of strings", where)
         objects = {}
         position, end = address + 16, address + size
         while position + 16 <= end:

@@ -64,7 +64,7 @@ def from_group(group: OptimizerGroup, lamb: bool, path: PathLike) -> tuple[State
         states[param] = {THEIRS.get(name, name): value for name, value in moments.items() if name != "step"}
         if taken := moments.keys() & {*OURS, UPDATE_COUNT}:
             raise UnsupportedError(
-                f"a moment called {min(taken)!r}, which means something else here", path=path, field=f"{param}/{min(taken)}"
+                f"a moment called {min(taken)!r}, which has another meaning in this format", path=path, field=f"{param}/{min(taken)}"
             )
         if not lamb or "step" in moments:
             states[param][UPDATE_COUNT] = _count(own_step(group, param, path), path, param)
@@ -147,7 +147,7 @@ def restore(state: CheckpointState, text: str | None, path: PathLike) -> Checkpo
         if "optimizer" in content:
             state.optimizer = _groups(content["optimizer"], state.optimizer.get(GROUP, OptimizerGroup()).states)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError, StopIteration) as error:
-        raise CorruptFileError(f"not what it should be ({type(error).__name__}: {error})", path=path, field=NOTE) from error
+        raise CorruptFileError(f"malformed ({type(error).__name__}: {error})", path=path, field=NOTE) from error
     return state
 
 
@@ -177,7 +177,7 @@ def _groups(entries: dict[str, Any], states: States) -> dict[str, OptimizerGroup
         for param, step in entry["own_steps"].items():
             group.states[param]["step"] = plain.decode_number(step)
         if missing := states.keys() - group.states.keys():
-            raise ValueError(f"nothing about {min(missing)}")
+            raise ValueError(f"no entry for {min(missing)}")
         groups[str(name)] = group
     return groups
 

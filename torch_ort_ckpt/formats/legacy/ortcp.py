@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...checkpoint import properties as names
+from ...checkpoint.backing import backed_by
 from ...checkpoint.names import same_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, PartitionInfo, Value, is_string, nbytes, split_half_suffix
 from ...errors import CorruptFileError, UnsupportedError
@@ -54,7 +55,7 @@ def read(path: Path, *, mmap: bool = True, unsafe_user_dict: bool = False) -> Ch
     tree = read_tree(buffer)
     note = tree.pop(moments.NOTE, None)
     state = moments.restore(_from_tree(tree, path), None if note is None else _text(note, path, moments.NOTE), path)
-    state._buffers = (buffer,)
+    backed_by(state, [buffer])
     if unsafe_user_dict and names.USER_DICT in state.properties:
         state.properties[names.USER_DICT] = _unpickled(str(state.properties[names.USER_DICT]), path)
     return state
@@ -102,7 +103,9 @@ def _check_names(inferred: CheckpointState, state: CheckpointState, path: Path) 
     odd = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     odd += sorted(inferred.parameters.keys() ^ state.parameters.keys())
     if odd or not same_aliases(inferred, state):
-        raise UnsupportedError("a name that would read as another's", path=path, field=[*odd, "mixed_precision"][0], remedy="Rename it.")
+        raise UnsupportedError(
+            "a name that would be read back as another one", path=path, field=[*odd, "mixed_precision"][0], remedy="Rename it."
+        )
 
 
 def _from_tree(tree: Tree, path: Path) -> CheckpointState:
@@ -255,7 +258,7 @@ def _leaves(tree: Tree, prefix: str = "", empty: bool = False) -> Iterator[tuple
 def _branch(tree: Tree, name: str, path: Path) -> Tree:
     branch = tree.get(name, {})
     if not isinstance(branch, dict):
-        raise CorruptFileError("a dataset where a group should be", path=path, field=name)
+        raise CorruptFileError("expected a group, found a dataset", path=path, field=name)
     return branch
 
 

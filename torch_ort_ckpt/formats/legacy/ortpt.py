@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...checkpoint import properties as names
+from ...checkpoint.backing import backed_by
 from ...checkpoint.state import CheckpointState, PartitionInfo, Value
 from ...errors import CheckpointError, CorruptFileError
 from ...storage.buffers import FileBuffer
@@ -49,7 +50,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read one file (one rank, where its name says so). Its checksums are always compared: these files are old, and small."""
     buffer = FileBuffer(path, mmap=mmap)
     state = _state(torch_archive.load(buffer, checksums=True), path)
-    state._buffers = (buffer,)
+    backed_by(state, [buffer])
     return state
 
 

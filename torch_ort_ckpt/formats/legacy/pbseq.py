@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.backing import backed_by
 from ...checkpoint.names import joined_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
@@ -77,7 +78,7 @@ def _as_written(path: Path, mmap: bool) -> CheckpointState:
                 state.optimizer.setdefault(group, OptimizerGroup()).states.setdefault(param, {})[moment] = value
     if _CUSTOM in names:
         state.properties = source.scalars(_CUSTOM)
-    state._buffers = tuple(source.buffers)
+    backed_by(state, source.buffers)
     return state
 
 
@@ -106,7 +107,10 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             name = _file_name(f"{_GROUP}{group_name}_{moment}{_TENSORS}", path)
             if name in files or _split_name(name, state.optimizer) != (group_name, moment):
                 raise UnsupportedError(
-                    "its file name would read as another group's", path=path, field=f"optimizer/{group_name}/{moment}", remedy="Rename it."
+                    "its file name would be read back as another group's",
+                    path=path,
+                    field=f"optimizer/{group_name}/{moment}",
+                    remedy="Rename it.",
                 )
             files[name] = _encoded(values, path, f"optimizer/{group_name}")
     if properties := _properties(state, path, notes):
@@ -196,7 +200,7 @@ def _restore_stateless(state: CheckpointState, path: Path) -> None:
             for param in params:
                 state.optimizer[group].states.setdefault(str(param), {})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"not what it should be ({error})", path=path / _CUSTOM, field=_STATELESS) from error
+        raise CorruptFileError(f"malformed ({error})", path=path / _CUSTOM, field=_STATELESS) from error
 
 
 def _file_name(name: str, path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import properties as names
+from ...checkpoint.backing import backed_by
 from ...checkpoint.names import joined_aliases, split_aliases
 from ...checkpoint.state import CheckpointState, Value, is_string, nbytes
 from ...errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
@@ -54,7 +55,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
             texts[key] = text
     note = texts.pop(moments.NOTE, None)
     state = moments.restore(from_flat(tensors, {key: _parsed(key, text) for key, text in texts.items()}, path), note, path)
-    state._buffers = (buffer, *source.buffers.values())
+    backed_by(state, [buffer, *source.buffers.values()])
     return state
 
 
@@ -106,7 +107,7 @@ def to_flat(state: CheckpointState, path: Path) -> dict[str, Value]:
     tensors: dict[str, Value] = {**state.parameters, **joined_aliases(state)}
     for name in tensors:
         if name == moments.SHARED_STEP or name.startswith(_PREFIXES):
-            raise UnsupportedError("a weight whose name reads as optimizer state", path=path, field=name, remedy="Rename it.")
+            raise UnsupportedError("a weight whose name would be read back as optimizer state", path=path, field=name, remedy="Rename it.")
     group = moments.only_group(state, path)
     if group is None:
         return tensors
@@ -116,7 +117,7 @@ def to_flat(state: CheckpointState, path: Path) -> dict[str, Value]:
     for param, values in states.items():
         for moment, value in values.items():
             if moment not in moments.OURS and moment != moments.UPDATE_COUNT:
-                raise UnsupportedError(f"no place for a moment called {moment!r}", path=path, field=f"optimizer/{param}")
+                raise UnsupportedError(f"this format can't hold a moment called {moment!r}", path=path, field=f"optimizer/{param}")
             tensors[f"{moment}_{param}"] = value
     return tensors
 
@@ -165,7 +166,7 @@ class _Data:
         place = self.path / location
         if location in ("", ".", "..") or Path(location).name != location or "\\" in location or "\0" in location or ":" in location:
             raise CheckpointError(
-                f"its data is said to be in {location!r}, outside the checkpoint's folder",
+                f"refers to {location!r}, outside the checkpoint's folder",
                 path=self.path,
                 field=name,
                 remedy="Keep tensors.bin in the folder.",

@@ -15,14 +15,16 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ...checkpoint.backing import backed_by
 from ...checkpoint.names import joined_aliases, split_aliases
 from ...checkpoint.state import CheckpointState, Value, is_string, nbytes
 from ...dtypes import ONNX_FROM_TORCH, STRING
 from ...errors import CheckpointError, CorruptFileError, MissingFileError, UnsupportedError
 from ...storage.buffers import FileBuffer
-from ...storage.files import Progress, directory_lock, padding, pending_file, tensor_bytes, warn, write_tensor
+from ...storage.files import Progress, padding, pending_file, tensor_bytes, warn, write_tensor
 from ...storage.filesets import IDENTITY_LENGTH
 from ...storage.hashing import Hasher, file_hash
+from ...storage.locks import directory_lock
 from ...storage.paths import PathLike
 from ..notes import lost_with_weights_alone
 from ..shapes import growth_limit
@@ -60,7 +62,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
             if name in state.trainable or name in state.frozen:
                 raise CorruptFileError("an initializer occurs twice", path=path, field=name)
             (state.trainable if not is_string(value) and value.is_floating_point() else state.frozen)[name] = value
-    state._buffers = (buffer, *outside.buffers.values())
+    backed_by(state, [buffer, *outside.buffers.values()])
     return split_aliases(state)
 
 

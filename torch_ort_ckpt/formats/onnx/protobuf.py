@@ -260,7 +260,7 @@ class _TensorFields:
     def _floats(self, parts: list[tuple[int, int, int]], dtype: torch.dtype, count: int) -> torch.Tensor:
         fixed = _FIXED32 if _TYPED_FIELD[self.type] == _FLOATS else _FIXED64
         if any(wire not in (_BYTES, fixed) for wire, _, _ in parts):
-            raise self.message.error("elements in a wire type that is not theirs")
+            raise self.message.error("elements with the wrong wire type")
         size = sum(end - start for _, start, end in parts)
         if size != count * dtype.itemsize:
             raise self.message.error(f"holds {size} bytes, its shape and type need {count * dtype.itemsize}")
@@ -271,7 +271,7 @@ class _TensorFields:
 
     def _is_varint(self, wire: int) -> bool:
         if wire not in (_VARINT, _BYTES):
-            raise self.message.error("elements in a wire type that is not theirs")
+            raise self.message.error("elements with the wrong wire type")
         return True
 
 

@@ -15,13 +15,15 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ...checkpoint.backing import backed_by
 from ...checkpoint.names import joined_aliases
 from ...checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, nbytes
 from ...dtypes import ONNX_FROM_TORCH, STRING, TORCH_FROM_ONNX, short_name
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
 from ...storage.buffers import FileBuffer
-from ...storage.files import Progress, directory_lock, padding, pending_file, string_array, write_tensor
+from ...storage.files import Progress, padding, pending_file, string_array, write_tensor
 from ...storage.filesets import Fingerprint, commit
+from ...storage.locks import directory_lock
 from ..savable import warn_of_nominal
 from ..shapes import element_count
 from ..soundness import encode_string
@@ -102,7 +104,7 @@ def _read(path: Path, source: _Source) -> CheckpointState:
         _read_properties(bag, state.properties)
     source.reader.finish()
     source.check_overlap()
-    state._buffers = tuple(source.buffers)
+    backed_by(state, source.buffers)
     return state
 
 

@@ -69,7 +69,7 @@ def unpack(state: CheckpointState, path: PathLike) -> CheckpointState:
         if group is None:
             continue
         if not isinstance(entry, dict):
-            raise CorruptFileError("not the JSON object it should be", path=path, field=f"{PREFIX}optimizer/{name}")
+            raise CorruptFileError("expected a JSON object", path=path, field=f"{PREFIX}optimizer/{name}")
         fresh = entry.get("witness") == _witness(state, group)
         if fresh:
             group.lr = _number(entry.get("lr"))
@@ -112,10 +112,10 @@ def _take_aliases(state: CheckpointState, path: PathLike) -> None:
             home = state.frozen if full in state.frozen else state.trainable
             if full in home:
                 if is_string(home[full]) or alias_name(name, home[full]) != full:
-                    raise ValueError(f"{full} is no alias of {name}")
+                    raise ValueError(f"{full} is not an alias of {name}")
                 state.mixed_precision[name] = home.pop(full)
     except (KeyError, AttributeError, TypeError, ValueError, CheckpointError) as error:
-        raise CorruptFileError(f"not what it should be ({error})", path=path, field=f"{PREFIX}aliases") from error
+        raise CorruptFileError(f"malformed ({error})", path=path, field=f"{PREFIX}aliases") from error
 
 
 def _witness(state: CheckpointState, group: OptimizerGroup) -> str:
@@ -187,7 +187,7 @@ def _take(state: CheckpointState, key: str, path: PathLike) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or not is_shallow(content):
-        raise CorruptFileError("not the JSON object it should be", path=path, field=PREFIX + key)
+        raise CorruptFileError("expected a JSON object", path=path, field=PREFIX + key)
     return content
 
 

@@ -41,7 +41,7 @@ class Reader:
 
     def root(self, identifier: bytes) -> Table:
         if self.size < 8 or bytes(self.data[4:8]) != identifier:
-            raise CorruptFileError(f"does not start like a {identifier.decode()} file", path=self.path)
+            raise CorruptFileError(f"does not start with {identifier.decode()}, the mark of the format", path=self.path)
         return Table(self, _U32.unpack_from(self.data, 0)[0], None, "root")
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...storage import filesets as fileset
 from ...storage.buffers import FileBuffer
-from ...storage.files import directory_lock
+from ...storage.locks import directory_lock
 from ...storage.paths import PathLike
 
 _MAGIC = b"TOCPAIR1"

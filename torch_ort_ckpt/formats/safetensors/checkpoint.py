@@ -1,7 +1,7 @@
 """`safetensors`: weights in a file any loader can read unchanged, optimizer state in a file of its own.
 
     folder/model.safetensors            or  name.safetensors
-    folder/optimizer.safetensors            name.optimizer.safetensors
+    folder/optimizer.safetensors            name.optimizer.safetensors     (or in the same file: see `single.py`)
 
 Above `max_shard_size` weights become `model-00001-of-00003.safetensors` ... with `model.safetensors.index.json`, likewise the optimizer.
 What safetensors can't hold (trainability, groups, properties, aliases, partitions, string tensors) is one JSON text under the key
@@ -23,17 +23,21 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.backing import backed_by
 from ...checkpoint.names import split_aliases
 from ...checkpoint.state import CheckpointState, nbytes
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
 from ...storage.buffers import FileBuffer
-from ...storage.files import PendingFile, Progress, directory_lock, pending_file, save_error
+from ...storage.files import PendingFile, Progress, pending_file, save_error
 from ...storage.filesets import Fingerprint, commit, locate
 from ...storage.filesets import repair as repair_part
+from ...storage.locks import directory_lock
+from ...storage.tensors import memory_key
 from ..notes import describe, rebuild
 from ..ort import extras
 from ..shapes import MAX_TIES
-from .file import IDENTITY_KEY, identity_of, parse_json, read_file, reported, write_file, write_identity
+from .file import IDENTITY_KEY, identity_of, parse_json, read_file, read_header, reported, write_file, write_identity
+from .single import INLINE, apply_texts, join_moments, take_moments, texts_of
 
 SUFFIXES = (".safetensors", ".safetensors.index.json")
 KEY = "torch_ort_ckpt"
@@ -77,17 +81,24 @@ def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
         note = model.note
         if not note:
             return _foreign(model)
-        state = rebuild(model.tensors, note, path)
-        state._buffers = tuple(model.buffers)
         kind = note["moments"]
-    if kind:
-        _read_moments(state, _Bundle.open(places.optimizer, kind == "sharded", mmap, model))
+        inline = take_moments(model.tensors, note) if kind == INLINE else {}
+        state = rebuild(model.tensors, note, path)
+        backed_by(state, model.buffers)
+        for (group, param, moment), value in inline.items():
+            state.optimizer[group].states[param][moment] = value
+        if kind == INLINE:
+            apply_texts(state, model.metadata, path)
+    if kind and kind != INLINE:
+        moments = _Bundle.open(places.optimizer, kind == "sharded", mmap, model)
+        _read_moments(state, moments)
+        backed_by(state, [*model.buffers, *moments.buffers])
     return state
 
 
 def _foreign(model: _Bundle) -> CheckpointState:
     """A file written by other software: floating-point tensors count as trainable."""
-    state = CheckpointState(_buffers=tuple(model.buffers))
+    state = backed_by(CheckpointState(), model.buffers)
     for name, value in model.tensors.items():
         (state.trainable if value.is_floating_point() else state.frozen)[name] = value
     return split_aliases(state)
@@ -114,7 +125,6 @@ def _read_moments(state: CheckpointState, moments: _Bundle) -> None:
     with reported(moments.path):
         for key, (group, param, moment) in moments.note["keys"].items():
             state.optimizer[group].states[param][moment] = moments.tensors[key]
-    state._buffers += tuple(moments.buffers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,18 +216,27 @@ def write(
     progress: Progress | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
     metadata: Mapping[str, str] | None = None,
+    single_file: bool = False,
 ) -> None:
-    """Write weights, and optimizer state next to them. `metadata` adds strings to the file's own, as `safetensors.torch.save_file` does."""
+    """Write weights, and optimizer state in a file next to them, or in the same one (`single_file=True`, what step models start from).
+    `metadata` adds strings to the file's own, as `safetensors.torch.save_file` does."""
     if state.nominal:
         raise UnsupportedError("a nominal state has no data to write", path=path, remedy="Complete it first, or keep it in format 'ort'.")
     places = _Places.of(path)
     named, note = describe(state, path)
     weights, ties = _untie(named)
-    keys = _moment_keys(state)
-    moments = {key: state.optimizer[group].states[param][moment] for key, (group, param, moment) in keys.items()}
-    moment_shards, weight_shards = _shards(moments, max_shard_size), _shards(weights, max_shard_size)
-    note["moments"] = ("sharded" if len(moment_shards) > 1 else "single") if moments else ""
-    texts = {**(metadata or {}), "format": "pt", **ties, KEY: extras.dump_json(note, path, KEY)}
+    texts = dict(metadata or {})
+    if single_file:
+        weights, keys = join_moments(state, weights, path)
+        note |= {"moments": INLINE, "keys": keys}
+        texts |= texts_of(state)
+        moments, moment_shards, weight_shards = {}, [], [weights]
+    else:
+        keys = _moment_keys(state)
+        moments = {key: state.optimizer[group].states[param][moment] for key, (group, param, moment) in keys.items()}
+        moment_shards, weight_shards = _shards(moments, max_shard_size), _shards(weights, max_shard_size)
+        note["moments"] = ("sharded" if len(moment_shards) > 1 else "single") if moments else ""
+    texts |= {"format": "pt", **ties, KEY: extras.dump_json(note, path, KEY)}
     writer = _Writer(durable, progress)
     try:
         places.model.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +269,7 @@ def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     seen: dict[Any, str] = {}
     uses: Counter[str] = Counter()
     for name, value in sorted(tensors.items()):
-        whole = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else (name,)
+        whole = memory_key(value) if value.numel() else name
         if uses[seen.get(whole, "")] == MAX_TIES:
             seen[whole] = name
         first = seen.setdefault(whole, name)
@@ -352,6 +371,8 @@ def _is_ours(path: Path) -> bool:
     try:
         if path.name.endswith(SUFFIXES[1]):
             return KEY in parse_json(bytes(FileBuffer(path, mmap=False).data)).get("metadata", {})
-        return KEY in read_file(path, True)[1] or identity_of(path) is not None
+        with reported(path):
+            metadata, _ = read_header(path)
+        return KEY in metadata or IDENTITY_KEY in metadata
     except (CheckpointError, ValueError, AttributeError):
         return False

@@ -1,23 +1,26 @@
-"""One safetensors file: header, checks and aliasing tensors on the way in, a stream on the way out.
+"""One safetensors file: its header read and checked by the `safetensors` package, tensors that alias the file, a stream on the way out.
 
-Written here rather than with the `safetensors` package for what that does not do: tensors that alias a private mapping, streaming with
-bounded memory, and an identity filled in after the data. The tests compare it with the package in both directions.
+The package also maps files privately and slices them; tensors are mapped here so that a pass over a large file can give pages back
+(`FileBuffer.release`). The package writes a file from tensors that are all in memory; the writer here streams with bounded memory, reports
+progress, and fills in an identity after the data.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ...checkpoint.state import nbytes
 from ...dtypes import short_name
 from ...errors import CheckpointError, CorruptFileError, UnsupportedError
-from ...storage.buffers import FileBuffer
+from ...storage.buffers import FileBuffer, open_file
 from ...storage.files import ALIGNMENT, Progress, padding, write_tensor
 from ...storage.filesets import IDENTITY_LENGTH, Fingerprint
 from ...storage.paths import PathLike
@@ -53,33 +56,39 @@ def read_file(path: Path, mmap: bool) -> tuple[dict[str, torch.Tensor], dict[str
     """(tensors, metadata, the buffer they alias)."""
     with reported(path):
         buffer = FileBuffer(path, mmap=mmap)
-        header, start = _header(buffer, path)
-        metadata = _metadata(header, path)
-        tensors, end = {}, 0
-        for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
-            first, last = entry["data_offsets"]
-            dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
-            if dtype is None:
-                raise UnsupportedError(f"element type {entry['dtype']!r}", path=path, field=name)
+        metadata, entries = read_header(path)
+        sizes = {}
+        for name, (kind, shape) in entries.items():
+            if kind not in DTYPES:
+                raise UnsupportedError(f"element type {kind!r}", path=path, field=name)
             try:
-                count = element_count(shape)
+                sizes[name] = element_count(shape)
             except ValueError as error:
                 raise CorruptFileError(f"impossible shape ({error})", path=path, field=name) from error
-            if first != end or last - first != count * dtype.itemsize or start + last > buffer.size:
-                raise CorruptFileError("its bytes leave a gap, overlap or lie outside the file", path=path, field=name)
-            end = last
-            tensors[name] = buffer.tensor(start + first, dtype, shape, count)
-        if start + end != buffer.size:
-            raise CorruptFileError(f"{buffer.size - start - end} bytes after the last tensor", path=path)
+        position = buffer.size - sum(count * DTYPES[entries[name][0]].itemsize for name, count in sizes.items())
+        if buffer.replaced():  # header and data are opened one after the other
+            raise CheckpointError("replaced while it was being read", path=path, remedy="Load it again.")
+        tensors = {}
+        for name, (kind, shape) in entries.items():
+            tensors[name] = buffer.tensor(position, DTYPES[kind], shape, sizes[name])
+            position += sizes[name] * DTYPES[kind].itemsize
         return tensors, metadata, buffer
+
+
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]:
+    """(metadata, element type and shape by name, in the order of the data). The package has checked that the tensors lie one behind
+    another and end where the file ends."""
+    open_file(os.fspath(path)).close()  # with our errors, and without waiting for a FIFO's writer
+    with safe_open(path, "pt", backend="pread") as file:  # works where the file system can't map files
+        parts = {name: file.get_slice(name) for name in file.offset_keys()}
+        return file.metadata() or {}, {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 
 
 def identity_of(path: Path) -> str | None:
     """The identity of the set this file or index belongs to."""
     with reported(path):
         if path.name.endswith(".safetensors") or not _is_index(path):
-            header, _ = _header(FileBuffer(path), path)
-            return _metadata(header, path).get(IDENTITY_KEY)
+            return read_header(path)[0].get(IDENTITY_KEY)
         found = parse_json(bytes(FileBuffer(path, mmap=False).data)).get("metadata", {}).get(IDENTITY_KEY)
         return str(found) if found is not None else None
 
@@ -132,7 +141,7 @@ def write_identity(file: BinaryIO, position: int, identity: str) -> None:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object without repeated names (the reference implementation refuses them too)."""
+    """A JSON object without repeated names."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -153,19 +162,8 @@ def reported(path: PathLike) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise CorruptFileError(f"malformed header ({reason})", path=path) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, OverflowError) as error:
         raise CorruptFileError(f"malformed header ({type(error).__name__}: {error})", path=path) from error
-
-
-def _header(buffer: FileBuffer, path: PathLike) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(bytes(buffer.data[:8]), "little")
-    if buffer.size < 8 or length > min(_MAX_HEADER, buffer.size - 8):
-        raise CorruptFileError("header longer than the file", path=path, remedy="The file is cut short or not safetensors.")
-    return parse_json(bytes(buffer.data[8 : 8 + length])), 8 + length
-
-
-def _metadata(header: dict[str, Any], path: PathLike) -> dict[str, str]:
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptFileError("must map strings to strings", path=path, field="__metadata__")
-    return metadata

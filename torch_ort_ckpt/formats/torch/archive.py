@@ -93,7 +93,7 @@ class Archive:
         start, size, checksum = self.records[f"{self.folder}data.pkl"]
         data = self._bytes(start, size)
         if checksum and zlib.crc32(data) != checksum:
-            raise self.error("damaged: its checksum is another", "data.pkl")
+            raise self.error("damaged: its checksum does not match", "data.pkl")
         return data
 
     def storage(self, key: str, size: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Archive:
             flat = self.buffer.tensor(start, torch.uint8, (size,), size)
             # Elsewhere than where torch.save puts it: the lengths in the record's header may be off.
             if checksum and (self.checksums or (start - self.start) % _ALIGNMENT) and zlib.crc32(flat.numpy().data) != checksum:
-                raise self.error("damaged: its checksum is another", f"data/{key}")
+                raise self.error("damaged: its checksum does not match", f"data/{key}")
             self.flat[key] = flat.clone() if self.private or start % 16 else flat
         return self.flat[key]
 
@@ -128,7 +128,7 @@ class Archive:
             if start + info.file_size > self.end or name != info.orig_filename:
                 raise self.error("a record whose header is not what the archive's directory says", info.filename[:200])
             if info.filename in records:
-                raise self.error("a record that is there twice", info.filename[:200])
+                raise self.error("a record occurs twice", info.filename[:200])
             records[info.filename] = start, info.file_size, info.CRC
             before = start + info.file_size
         return records
@@ -153,7 +153,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if position < 0:
-            raise ValueError("before the start")
+            raise ValueError("negative seek position")
         self._at = position
         return position
 
@@ -175,7 +175,7 @@ def _legacy(buffer: FileBuffer) -> Any:
         part, position = pickled.read(buffer.data, KNOWN, position, references)
         parts.append(part)
         if parts[0] != _LEGACY_MAGIC:
-            raise pickled.PickleError("a pickle of something else")
+            raise pickled.PickleError("not the header of torch.save's old format")
     _, _, system, content, keys = parts
     if isinstance(system, pickled.Pairs) and any(key == "little_endian" and value is False for key, value in system):
         raise UnsupportedError("written on a big-endian machine", path=buffer.path, remedy="Save it again on a little-endian machine.")

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from ...checkpoint.backing import backed_by
 from ...checkpoint.bridge import TO_ORT_MOMENTS, group_from_torch
 from ...checkpoint.names import plain_name, split_aliases
 from ...checkpoint.state import CheckpointState
@@ -52,7 +53,7 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
     """Read a `torch.save` file. Optimizer state is kept where its parameters can be named."""
     buffer = FileBuffer(path, mmap=mmap)
     state = _state(torch_archive.load(buffer, checksums=not mmap), path)
-    state._buffers = (buffer,)
+    backed_by(state, [buffer])
     return state
 
 
@@ -179,7 +180,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
             raise UnsupportedError(what, path=path, remedy="Pass include_optimizer=False, or bare=False.")
         if odd := next((name for name in content if plain_name(name) != name or any(mark in name.encode() for mark in MARKS)), None):
             raise UnsupportedError(
-                "a name that would read as another one from a bare state dict", path=path, field=odd, remedy="Rename it."
+                "a name that would be read back from a bare state dict as another one", path=path, field=odd, remedy="Rename it."
             )
         if state.nominal:
             raise UnsupportedError("a bare state dict can't say that it is nominal", path=path, remedy="Complete it first, or bare=False.")

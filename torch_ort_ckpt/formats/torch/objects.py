@@ -41,8 +41,8 @@ _OTHER_TENSORS = {
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
     "torch.nested._internal.nested_tensor._rebuild_njt": "a nested tensor",
     "torch._utils._rebuild_wrapper_subclass": "a tensor subclass",
-    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device of its own",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device of its own",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a custom device",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a custom device",
 }
 """Tensors that a checkpoint can't hold."""
 
@@ -142,7 +142,7 @@ class Objects:
 
     def _tensor(self, call: Any, where: str, depth: int) -> torch.Tensor:
         if not isinstance(call, Call) or depth > 4:
-            raise TypeError("no tensor where one should be")
+            raise TypeError("expected a tensor")
         kind, arguments = call.function, call.arguments
         if kind in _OTHER_TENSORS:
             raise UnsupportedError(
@@ -156,7 +156,7 @@ class Objects:
         if kind == "torch._tensor._rebuild_from_type_v2":
             function, subclass, inner = arguments[:3]
             if not isinstance(function, Name) or not isinstance(inner, tuple):
-                raise TypeError("no tensor where one should be")
+                raise TypeError("expected a tensor")
             if not isinstance(subclass, Name) or subclass.full not in _TENSOR_TYPES:
                 raise UnknownNameError(subclass.full if isinstance(subclass, Name) else "a subclass of Tensor")
             return self._tensor(Call(function.full, inner), where, depth + 1)
@@ -173,7 +173,7 @@ class Objects:
         if kind == "torch._utils._rebuild_tensor":
             reference, offset, size, stride = arguments
             return self._strided(reference, offset, size, stride, None, [])
-        raise TypeError(f"{kind} makes no tensor")
+        raise TypeError(f"{kind} does not make a tensor")
 
     def _strided(self, reference: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, more: list[Any]) -> torch.Tensor:
         key, stored, nbytes = storage_identity(reference)
@@ -183,7 +183,7 @@ class Objects:
         sizes, strides = _sizes(size), _sizes(stride)
         count = element_count(sizes)
         if len(sizes) != len(strides) or type(offset) is not int or min((offset, *strides)) < 0:
-            raise ValueError("a shape and strides that do not go together")
+            raise ValueError("a shape and strides that do not match")
         flat = self.storage(key, nbytes)
         last = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
         if count and (last + 1) * dtype.itemsize > nbytes:
@@ -227,7 +227,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if isinstance(value, Call) and value.function == "torch.Size":
         value = value.arguments[0] if value.arguments else ()
     if not isinstance(value, (tuple, list)) or not all(type(size) is int and size.bit_length() <= 64 for size in value):
-        raise ValueError("a shape that is none")
+        raise ValueError("not a valid shape")
     return tuple(value)
 
 
@@ -244,5 +244,5 @@ def _encoded(call: Call) -> Any:
         try:
             return call.arguments[0].encode("latin1")
         except UnicodeEncodeError as error:
-            raise PickleError("bytes that are none") from error
+            raise PickleError("not valid bytes") from error
     return Opaque("bytes")

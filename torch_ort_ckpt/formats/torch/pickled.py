@@ -137,13 +137,13 @@ class _Reader:
     def call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
-            raise PickleError("a call of something that is no name")
+            raise PickleError("it calls something that is not a function or class")
         self.stack.append(Call(function.full, arguments))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, Call) or target.state is not None:
-            raise PickleError("it sets the state of something that is no new object")
+            raise PickleError("it sets the state of something that is not a new object")
         target.state = state
 
     def append(self, items: list[Any]) -> None:
@@ -152,7 +152,7 @@ class _Reader:
             target.content = []
         content = target.content if isinstance(target, Call) else target
         if not isinstance(content, list) or isinstance(content, Pairs):
-            raise PickleError("it appends to something that is no list")
+            raise PickleError("it appends to something that is not a list")
         content.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
@@ -161,7 +161,7 @@ class _Reader:
             target.content = Pairs()
         content = target.content if isinstance(target, Call) else target
         if not isinstance(content, Pairs) or len(items) % 2:
-            raise PickleError("it sets items of something that is no dictionary")
+            raise PickleError("it sets items of something that is not a dictionary")
         content.extend(zip(items[::2], items[1::2], strict=True))
 
     def set_item(self) -> None:
@@ -187,7 +187,7 @@ class _Reader:
 
     def recall(self, index: int) -> None:
         if index not in self.memo:
-            raise PickleError("it recalls what it never noted")
+            raise PickleError("it reads a memo entry that it never stored")
         self.stack.append(self.memo[index])
 
     def note(self, index: int) -> None:

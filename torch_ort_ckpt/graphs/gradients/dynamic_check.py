@@ -16,8 +16,9 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from ...storage.paths import PathLike
-from ..description import all_nodes, is_random
+from ..description import all_nodes, copy_of, is_random
 from ..limits import refuse_wrong
+from ..passes.running_statistics import use_running_statistics
 
 Inputs = Mapping[str, torch.Tensor]
 Dynamic = Mapping[str, Mapping[int, str]]
@@ -151,7 +152,8 @@ def _session(model: onnx.ModelProto) -> Any:
     from ..onnxruntime_package import import_onnxruntime, ort_errors
 
     onnxruntime = import_onnxruntime()
-    model = _with_running_statistics(model)
+    model = copy_of(model)
+    use_running_statistics(model)
     try:
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 4
@@ -159,21 +161,6 @@ def _session(model: onnx.ModelProto) -> Any:
     except ort_errors() as error:
         _log.info("the exported graph could not be checked: %s", error)
         return None
-
-
-def _with_running_statistics(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Exporters differ in how they write BatchNorm in training mode, so the comparison uses running statistics."""
-    if not _normalises(model):
-        return model
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    for node in all_nodes(changed.graph):
-        if node.op_type == "BatchNormalization":
-            del node.output[1:]
-            kept = [attribute for attribute in node.attribute if attribute.name != "training_mode"]
-            del node.attribute[:]
-            node.attribute.extend(kept)
-    return changed
 
 
 def _normalises(model: onnx.ModelProto) -> bool:

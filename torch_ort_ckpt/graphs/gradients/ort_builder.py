@@ -1,11 +1,18 @@
-"""ORT's own gradient builder (`onnxruntime.training.artifacts`): loss and gradients appended to a forward graph."""
+"""ORT's own gradient builder (`onnxruntime.training.artifacts`): loss and gradients appended to a forward graph.
+
+It runs in a process of its own: on some graphs it crashes, and it writes a line per transformation straight to stderr.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,76 +20,132 @@ import onnx
 from onnx import helper
 
 from ...errors import CheckpointError, MissingDependencyError, UnsupportedError
-from ..description import ONNX_ERRORS
+from ..description import ONNX_ERRORS, load_model
+from .losses import IGNORE_INDEX, NAMES
 
-LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
-
-IGNORE_INDEX = -100
-"""The default `ignore_index` of PyTorch's cross entropy."""
+_REQUEST, _FORWARD, _ERROR = "request.json", "forward.onnx", "error.txt"
 
 
 def build_gradients(
-    model: onnx.ModelProto,
-    trainable: Sequence[str],
-    fixed: Sequence[str],
-    loss: Any,
-    class_axis: int | None,
-    extras: Sequence[str],
-    folder: Path,
-    prefix: str,
-) -> None:
-    """Write training and eval model and checkpoint to `folder`."""
-    try:
-        from onnxruntime.training import artifacts
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"making gradient graphs needs onnxruntime-training ({error})",
-            remedy='pip install "torch-ort-ckpt[ort]" (Python up to 3.12). `torch-ort-ckpt doctor` shows what works here.',
-        ) from error
-    from ..onnxruntime_package import ort_errors
-
+    model: onnx.ModelProto, trainable: Sequence[str], fixed: Sequence[str], loss: Any, class_axis: int | None, extras: Sequence[str]
+) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """The training and the eval model."""
+    _require_builder()
+    _check_loss(loss)
     # Only the first output is used for the loss; the others are returned.
     scores = model.graph.output[0].name
     if loss == "cross_entropy":
         scores = _scores(model, class_axis)
     elif class_axis is not None:
         raise CheckpointError("class_axis is for loss='cross_entropy'", remedy="Leave it out.")
+    request = {"trainable": list(trainable), "fixed": list(fixed), "extras": list(extras), "scores": scores}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        onnx.save(model, folder / _FORWARD)
+        if loss is None or isinstance(loss, str):
+            (folder / _REQUEST).write_text(json.dumps(request | {"loss": loss}))
+            code, said = _in_new_process(folder)
+        else:  # an object that may be of a class which no other process can import
+            (folder / _REQUEST).write_text(json.dumps(request))
+            code, said = _in_copy_of_this_process(folder, loss), ""
+        _raise_error(folder, code, said)
+        return load_model(folder / "training_model.onnx", weights=True), load_model(folder / "eval_model.onnx", weights=True)
+
+
+def run_request(folder: Path, block: Any = None) -> None:
+    """In the process of its own: make the artifacts in `folder`, or write why not."""
+    from onnxruntime.training import artifacts
+
+    from ..onnxruntime_package import ort_errors
+
+    request = json.loads((folder / _REQUEST).read_text())
     try:
-        with quiet_stderr():
-            artifacts.generate_artifacts(
-                model,
-                requires_grad=list(trainable),
-                frozen_params=list(fixed),
-                loss=_block(loss),
-                artifact_directory=folder,
-                prefix=prefix,
-                additional_output_names=list(extras) or None,
-                loss_input_names=[scores],
-            )
+        artifacts.generate_artifacts(
+            load_model(folder / _FORWARD, weights=True),
+            requires_grad=request["trainable"],
+            frozen_params=request["fixed"],
+            loss=_named_block(request["loss"]) if "loss" in request else block,
+            artifact_directory=folder,
+            additional_output_names=request["extras"] or None,
+            loss_input_names=[request["scores"]],
+        )
     except ort_errors() + ONNX_ERRORS as error:
+        (folder / _ERROR).write_text(str(error))
+
+
+def _in_new_process(folder: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", f"{__package__}.ort_builder", os.fspath(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    return done.returncode, done.stderr
+
+
+def _in_copy_of_this_process(folder: Path, block: Any) -> int:
+    if not hasattr(os, "fork"):
+        raise UnsupportedError("a loss made of onnxblock needs a system with fork", remedy="Write the loss in PyTorch.")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            run_request(folder, block)
+            code = 0
+        finally:
+            os._exit(code)  # nothing of the parent's may be finished twice
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _raise_error(folder: Path, code: int, said: str) -> None:
+    error = folder / _ERROR
+    if error.exists():
         raise UnsupportedError(
-            f"ONNX Runtime can't build the gradient graph: {error}",
-            remedy="An operator without a gradient: replace it in the module, or train it with torch_ort_ckpt's torch engine.",
-        ) from error
+            f"ONNX Runtime can't build the gradient graph: {error.read_text().strip()}",
+            remedy='An operator without a gradient: use builder="torch", or replace it in the module.',
+        )
+    if code < 0:
+        raise UnsupportedError(
+            f"ONNX Runtime's gradient builder crashed ({signal.Signals(-code).name})",
+            remedy='Use builder="torch", or replace the operator that it can not take.',
+        )
+    if code:
+        lines = [line for line in said.strip().splitlines() if line.strip()]
+        raise UnsupportedError(
+            f"ONNX Runtime's gradient builder failed: {lines[-1] if lines else f'exit code {code}'}",
+            remedy='Use builder="torch"; `torch-ort-ckpt doctor` shows what works here.',
+        )
 
 
-def _block(loss: Any) -> Any:
+def _require_builder() -> None:
+    if find_spec("onnxruntime") is None or find_spec("onnxruntime.training") is None:
+        raise MissingDependencyError(
+            "ONNX Runtime's gradient builder needs onnxruntime-training",
+            remedy='Use builder="torch", or pip install "torch-ort-ckpt[ort]" (Python up to 3.12).',
+        )
+
+
+def _check_loss(loss: Any) -> None:
+    if loss is None or (isinstance(loss, str) and loss in NAMES):
+        return
     from onnxruntime.training import onnxblock
 
-    blocks = {
+    if not isinstance(loss, onnxblock.Block):
+        raise CheckpointError(
+            f"no loss {loss!r}" if isinstance(loss, str) else f"loss is {type(loss).__name__}",
+            remedy=f"ONNX Runtime's builder takes one of {', '.join(NAMES)}, an onnxblock.Block, or None.",
+        )
+
+
+def _named_block(name: str | None) -> Any:
+    from onnxruntime.training import onnxblock
+
+    if name is None:
+        return None
+    return {
         "cross_entropy": lambda: onnxblock.loss.CrossEntropyLoss(ignore_index=IGNORE_INDEX),
         "mse": onnxblock.loss.MSELoss,
         "bce_with_logits": onnxblock.loss.BCEWithLogitsLoss,
         "l1": onnxblock.loss.L1Loss,
-    }
-    if isinstance(loss, str) and loss in blocks:
-        return blocks[loss]()
-    if loss is None or isinstance(loss, onnxblock.Block):
-        return loss
-    raise CheckpointError(
-        f"no loss {loss!r}" if isinstance(loss, str) else f"loss is {type(loss).__name__}",
-        remedy=f"Use one of {', '.join(LOSSES)}, an onnxblock.Block, or None.",
-    )
+    }[name]()
 
 
 def _scores(model: onnx.ModelProto, class_axis: int | None) -> str:
@@ -131,16 +194,5 @@ def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     return dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
 
 
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """ORT's graph builder writes a line per transformation it tries straight to the process's stderr, whatever the log level."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    sink = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)
+if __name__ == "__main__":
+    run_request(Path(sys.argv[1]))

@@ -16,7 +16,7 @@ from torch import fx, nn
 from ...checkpoint.state import Value, split_half_suffix
 from ...errors import CheckpointError, MissingFileError
 from ...storage.files import atomic_write
-from ...storage.paths import PathLike, refuse_url
+from ...storage.paths import PathLike, as_path, refuse_existing
 from ..artifacts import Artifacts
 from ..translation import Translation, translate
 from ..translation.constants import plain_numbers
@@ -30,13 +30,17 @@ _AMBIGUOUS = frozenset({"l", "O", "I"})
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
 
-def to_torch_module(artifacts: Artifacts | PathLike, *, outputs: Sequence[str] | None = None, source: PathLike | None = None) -> nn.Module:
+def to_torch_module(
+    artifacts: Artifacts | PathLike, *, outputs: Sequence[str] | None = None, source: PathLike | None = None, overwrite: bool = False
+) -> nn.Module:
     """A module with the graph's parameters under their own names. In training mode it computes the training graph, else the eval graph.
 
     `outputs` names other values of the graph than the loss: `["logits"]` gives a module that takes no labels. `source` is a file to
-    write the module's Python source to; it defines the class `Model` and imports only torch.
+    write the module's Python source to; it defines the class `Model` and imports only torch. An existing file is replaced only with
+    `overwrite`.
     """
-    refuse_url(source)
+    if source is not None:
+        refuse_existing(as_path(source), overwrite, "source")
     found = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
     found.state.require_values()
     plan = _Plan(found, outputs)

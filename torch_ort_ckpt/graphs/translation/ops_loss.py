@@ -11,7 +11,7 @@ from torch import Tensor
 from .registry import MICROSOFT, Scalar, register_op
 
 _NO_CLASS = -(2**62)
-"""That no label is ignored, said to PyTorch, which would leave -100 out by itself."""
+"""An `ignore_index` that no label has. PyTorch's default would ignore the label -100."""
 
 
 @register_op("SoftmaxCrossEntropyLoss")

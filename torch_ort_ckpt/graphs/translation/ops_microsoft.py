@@ -33,6 +33,15 @@ def batch_norm_internal(
     return y if outputs == 1 else (y, mean, var)[:outputs]
 
 
+@register_op("InPlaceAccumulatorV2", domain=MICROSOFT)
+def write_in_place(buffer: Tensor, value: Tensor, overwrite: Tensor) -> Tensor:
+    """A buffer's new value, written over the old one; the result only says that it is done."""
+    with torch.no_grad():
+        new = torch.where(overwrite, value.detach(), buffer + value.detach())
+        buffer.copy_(new.reshape(buffer.shape))  # the flag has one axis, a counter none
+    return torch.ones(1, dtype=torch.bool, device=buffer.device)
+
+
 @register_op("ConcatTraining", domain=MICROSOFT)
 def concat_training(*values: Tensor, axis: int, outputs: int = 1) -> Any:
     """The second output is the size of each part along the axis."""

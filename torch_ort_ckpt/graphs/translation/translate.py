@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import CheckpointError, UnsupportedError
-from ..description import ONNX_ERRORS, RANDOM_OPS, padding_row
+from ..description import DETACHED, ONNX_ERRORS, RANDOM_OPS, padding_row
 from .constants import constant_value, identifier, read_attributes, read_tensor
 from .host import Host, fold_host, host_constant
 from .joins import join_linear
@@ -149,13 +149,18 @@ class GraphBuilder:
             if node.op_type == "Constant" and not node.domain:
                 self.add_constant(node.output[0], constant_value(node))
             elif node.op_type == "Identity" and not node.domain:
-                self.values[node.output[0]] = self.value(node.input[0])
+                self.values[node.output[0]] = self._detached(node.input[0]) if node.doc_string == DETACHED else self.value(node.input[0])
             elif node.op_type in _CONTROL_FLOW and not node.domain:
                 from .control_flow import add_control_flow
 
                 self._store(node, add_control_flow(self, node, read_attributes(node)))
             else:
                 self._add(node, where)
+
+    def _detached(self, name: str) -> Any:
+        """The value without a gradient; numbers that are known have none anyway."""
+        value = self.value(name)
+        return value if isinstance(value, Host) else self.graph.call_function(torch.detach, (value,))
 
     def value(self, name: str) -> Any:
         """The `Host` or graph node of an ONNX value; None for an input left out."""

@@ -1,0 +1,28 @@
+"""The commands on training artifacts."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..checkpoint.state import format_bytes
+from ..formats import load
+from ..graphs.standard.export import MODEL, STATE, export_step_model
+from ..storage.paths import as_path
+from .output import print_line
+from .writing import escaped
+
+
+def run_step_model(options: argparse.Namespace) -> int:
+    export_step_model(
+        options.artifacts,
+        options.folder,
+        options.accumulate,
+        options.max_norm,
+        optimizer=options.optimizer,
+        checkpoint=load(options.checkpoint) if options.checkpoint else None,
+        overwrite=options.overwrite,
+    )
+    for name in (MODEL, STATE):
+        path = as_path(options.folder) / name
+        print_line(f"{escaped(str(path))}: {format_bytes(path.stat().st_size)}")
+    return 0
