@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _STANDARD = (
-    "Acos Acosh AffineGrid Asin Asinh Atan Atanh AveragePoolGrad BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BlackmanWindow Celu "
+    "Acos Acosh AffineGrid ArgMax ArgMin Asin Asinh Atan Atanh AveragePoolGrad BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BlackmanWindow Celu "
     "Col2Im ConvInteger Cosh DFT Det DynamicQuantizeLinear GlobalLpPool HammingWindow HannWindow Hardmax LpNormalization LpPool "
     "MaxPoolGrad MaxRoiPool MaxUnpool Mean MeanVarianceNormalization MelWeightMatrix Multinomial QLinearConv QLinearMatMul STFT Scale Sinh "
     "SplitToSequence Tan Unique"
