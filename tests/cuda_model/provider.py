@@ -21,6 +21,7 @@ import threading
 import weakref
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -63,7 +64,8 @@ class Session:
         machine = cuda.machine
         self.stream = machine.by_handle[handle] if handle else machine.new_stream(self.device, "stream of ONNX Runtime's own")
         machine.set_device(self.device)
-        weakref.finalize(self, machine.set_device, self.device)
+        self._arena = np.empty(0)  # an object that the garbage collector does not know: it goes with the session, not before
+        weakref.finalize(self._arena, machine.set_device, self.device)
         self._handle = threading.Lock()
         self.meeting: threading.Barrier | None = None
         """Where a run waits for another one, so that a test sees two at once if there can be two."""
