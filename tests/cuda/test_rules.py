@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.cuda.test_streams import inputs, train
 from tests.cuda_model import provider as ort_model
 from tests.cuda_model.interface import Cuda
 from tests.models import batch, exported
+from torch_ort_ckpt.cli import main
 from torch_ort_ckpt.cuda import kernels, provider
 
 pytestmark = pytest.mark.ort
@@ -96,6 +99,19 @@ def test_artifacts_say_what_runs_on_cuda() -> None:
     assert exported("cnn").on_cuda() == "all"  # PyTorch's gradients have standard operators only
     assert exported("mlp", builder="ort").on_cuda() == "all"
     assert "runs on CUDA (engine ort): all but LSTMTraining, LSTMGrad" in exported("lstm", builder="ort").describe()
+
+
+def test_inspect_says_what_runs_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(exported("cnn", builder="ort").folder, tmp_path / "artifacts")
+    assert main(["inspect", str(folder)]) == 0
+    assert "runs on CUDA (engine ort): all but MaxPoolGrad\n" in capsys.readouterr().out
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["on_cuda"] == "all but MaxPoolGrad"
+    (folder / "training_model.onnx").write_bytes(b"\xff\xff")
+    assert main(["inspect", str(folder)]) == 0
+    assert "runs on CUDA (engine ort): unknown (" in capsys.readouterr().out
+    assert main(["inspect", str(folder / "checkpoint")]) == 0
+    assert "CUDA" not in capsys.readouterr().out
 
 
 def test_the_table_of_kernels() -> None:

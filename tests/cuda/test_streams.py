@@ -132,8 +132,12 @@ def test_two_threads_do_not_run_at_once(cuda: Cuda, sessions: list[Any]) -> None
     with torch.no_grad():
         model.eval()(*given)
     torch.cuda.synchronize()
-    sessions[0].meeting = threading.Barrier(2)
+    meeting = threading.Barrier(2)
     problems: list[BaseException] = []
+
+    def meet() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # nobody came, as it should be
+            meeting.wait(0.2)
 
     def work() -> None:
         try:
@@ -141,8 +145,9 @@ def test_two_threads_do_not_run_at_once(cuda: Cuda, sessions: list[Any]) -> None
                 model(*given)
         except BaseException as error:  # handed to the test's own thread
             problems.append(error)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                sessions[0].meeting.wait(0.2)
+            meet()
+
+    sessions[0].during = meet
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -150,6 +155,22 @@ def test_two_threads_do_not_run_at_once(cuda: Cuda, sessions: list[Any]) -> None
     for thread in threads:
         thread.join()
     assert problems == []
+
+
+def test_memory_dropped_during_a_run_is_not_used_by_it(cuda: Cuda, sessions: list[Any]) -> None:
+    """What the default stream reads now comes after what the run has waited for."""
+    model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort").eval()
+    given = inputs("mlp")
+    with torch.no_grad():
+        kept = [model(*given)]
+
+        def drop() -> None:
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                kept.pop() + 1
+
+        sessions[0].during = drop
+        model(*given)
+    assert kept == []
 
 
 def test_changing_the_stream_between_steps(cuda: Cuda, sessions: list[Any]) -> None:
@@ -171,6 +192,22 @@ def test_changing_the_stream_between_steps(cuda: Cuda, sessions: list[Any]) -> N
                 outputs = model(*given)
                 outputs + 1
                 del outputs
+
+
+def test_gradient_memory_of_a_model_that_is_let_go(cuda: Cuda, sessions: list[Any]) -> None:
+    """It was allocated on the default stream, and must not be used there again while another one still works on it."""
+    model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort")
+    given, side = inputs("mlp"), torch.cuda.Stream()
+    model.train_step(*given)
+    (size,) = [flat.numel() for flat in model.engine.training_graph().pool.take()[0].flats]
+    model.zero_grad()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        model.train_step(*given)
+    del model
+    sessions.clear()
+    gc.collect()
+    torch.zeros(size, device="cuda")
 
 
 def test_half_precision_aliases_are_refreshed_in_order(cuda: Cuda, sessions: list[Any], tmp_path: Any) -> None:
@@ -207,8 +244,8 @@ def test_the_current_device_is_restored_when_a_model_is_let_go(cuda: Cuda, sessi
     train(model, optimizer, "mlp", 1)
     model.eval()(*inputs("mlp", device="cuda:1"))
     assert len(sessions) == 3
-    del model, optimizer
     sessions.clear()
+    del model, optimizer
     gc.collect()
     assert torch.cuda.current_device() == 0
 

@@ -21,8 +21,16 @@ CONSTANT = {
     **dict.fromkeys(("CenterCropPad", "OneHot", "Upsample", "AffineGrid"), (1,)),
     **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"), (1,)),
     **dict.fromkeys(("ReduceProd", "ReduceSum", "ReduceSumSquare"), (1,)),
-    **{"Col2Im": (1, 2), "ConstantOfShape": (0,), "DFT": (1, 2), "Dropout": (1, 2), "MaxUnpool": (2,), "Pad": (1, 2, 3)},
-    **{"Range": (0, 1, 2), "Resize": (1, 2, 3), "SequenceInsert": (2,), "Slice": (1, 2, 3, 4)},
+    "Col2Im": (1, 2),
+    "ConstantOfShape": (0,),
+    "DFT": (1, 2),
+    "Dropout": (1, 2),
+    "MaxUnpool": (2,),
+    "Pad": (1, 2, 3),
+    "Range": (0, 1, 2),
+    "Resize": (1, 2, 3),
+    "SequenceInsert": (2,),
+    "Slice": (1, 2, 3, 4),
 }
 """Inputs that say how to compute rather than what: shapes, axes, a rate. Graphs have them as constants, which the host knows."""
 WAITS = {

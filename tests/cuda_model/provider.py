@@ -15,10 +15,10 @@ The real CPU session computes the numbers, on the same memory.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,8 +67,8 @@ class Session:
         self._arena = np.empty(0)  # an object that the garbage collector does not know: it goes with the session, not before
         weakref.finalize(self._arena, machine.set_device, self.device)
         self._handle = threading.Lock()
-        self.meeting: threading.Barrier | None = None
-        """Where a run waits for another one, so that a test sees two at once if there can be two."""
+        self.during: Callable[[], object] | None = None
+        """What a test does while a run is being launched, as another thread could."""
         self.staging = 0
         self.failing = False
         """Whether runs fail, after the first of their work was queued."""
@@ -92,9 +92,8 @@ class Session:
         if not self._handle.acquire(blocking=False):
             raise Race("two threads use one cuDNN handle at once")
         try:
-            if self.meeting is not None:
-                with contextlib.suppress(threading.BrokenBarrierError):
-                    self.meeting.wait(0.2)
+            if self.during is not None:
+                self.during()
             self._run(binding, options)
         finally:
             self._handle.release()

@@ -35,14 +35,18 @@ def run_inspect(options: argparse.Namespace) -> int:
         return pages.write_inspection(options)
     with progress_bar("reading", size_of(options.path)) as advance:
         found = summarize(options.path, format=options.format, statistics=not options.no_stats, progress=advance)
+    on_cuda = _on_cuda(options.path)
     if options.json:
-        print_json({**dataclasses.asdict(found), "total_bytes": found.total_bytes})
+        known = {"on_cuda": on_cuda} if on_cuda is not None else {}
+        print_json({**dataclasses.asdict(found), "total_bytes": found.total_bytes, **known})
         return 0
     out = console()
     version = f" version {found.format_version}" if found.format_version else ""
     nominal = ", nominal (no data)" if found.nominal else ""
     print_line(f"[bold]{escaped(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors")
-    print_line(f"readable as it is by {escaped(found.read_by)}\n")
+    print_line(f"readable as it is by {escaped(found.read_by)}{'' if on_cuda else chr(10)}")
+    if on_cuda is not None:
+        print_line(f"runs on CUDA (engine ort): {escaped(on_cuda)}\n")
     if found.tensors:
         out.print(_tensor_table(found))
     if found.groups:
@@ -66,6 +70,18 @@ def run_inspect(options: argparse.Namespace) -> int:
         out.print()
         out.print(table("properties", ("name", "type", "value"), values))
     return 0
+
+
+def _on_cuda(path: str) -> str | None:
+    """Which nodes of artifacts ONNX Runtime runs on CUDA; None for a checkpoint alone."""
+    if not Path(path).is_dir() or not any(Path(path).glob("*training_model.o*")):
+        return None
+    from ..graphs.artifacts import Artifacts
+
+    try:
+        return Artifacts.load(path).on_cuda()
+    except CheckpointError as error:  # the checkpoint beside it can be read all the same
+        return f"unknown ({error.message})"
 
 
 def _tensor_table(found: Summary) -> Any:
