@@ -205,8 +205,9 @@ class SequenceRun:
         return bool(ctypes.c_bool.from_address(self._io.get_outputs()[0].data_ptr()).value)
 
     def __del__(self) -> None:
-        if getattr(self, "_lane", None) is not None:
-            with self._lane.current_device():
+        lane: Lane | None = getattr(self, "_lane", None)
+        if lane is not None:
+            with lane.current_device():
                 del self._session
 
     def _bind(self, addresses: _Addresses, update: Update) -> None:

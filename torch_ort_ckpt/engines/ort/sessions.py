@@ -52,8 +52,9 @@ class GraphSession:
         return self._runs.options() if self._runs is not None else None
 
     def __del__(self) -> None:
-        if getattr(self, "lane", None) is not None:
-            with self.lane.current_device():
+        lane: Lane | None = getattr(self, "lane", None)
+        if lane is not None:
+            with lane.current_device():
                 del self.session
 
     def results(self, binding: Binding) -> tuple[torch.Tensor, ...]:
