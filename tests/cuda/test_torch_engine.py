@@ -12,8 +12,10 @@ import pytest
 import torch
 from onnx import numpy_helper
 
+import torch_ort_ckpt as toc
 from tests.cuda_model.interface import Cuda
 from tests.engines.test_onnx_nodes import CASES, RUN, as_torch, assert_equal
+from tests.models import batch, exported
 from torch_ort_ckpt.graphs.translation import translate
 
 CONSTANT = {
@@ -82,6 +84,32 @@ def test_an_operator_runs_forward_and_backward_without_a_wait(cuda: Cuda, kind: 
     for value in arguments:
         if isinstance(value, torch.Tensor) and value.grad is not None:
             assert value.grad.device == value.device
+
+
+@pytest.mark.ort
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
+def test_a_step_of_a_whole_model(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool) -> None:
+    """Forward, backward and update. Compiled: the functions that are compiled, with the backend that generates no code."""
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend="eager"))
+    found = []
+    for device in ("cuda", "cpu"):
+        model = toc.OrtModule(exported(name), device=device, engine="torch", compile=compiled)
+        optimizer = toc.OrtOptimizer(model, lr=0.01)
+        given = [value.to(device) for value in batch(name)]
+        losses = []
+        with cuda.no_waits():
+            for _ in range(2):
+                loss = model(*given)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            model.train_step(*given)
+        assert {value.grad.device.type for value in model.parameters() if value.grad is not None} == {device}
+        found.append([loss.cpu() for loss in losses])
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_the_cases_cover_the_operators() -> None:
