@@ -17,15 +17,15 @@ from ..checkpoint.state import CheckpointState, format_bytes
 from ..errors import CheckpointError, MissingFileError
 from ..formats import detect, exists, format_for, load, read_by, save
 from ..operations.average import average
-from ..operations.convert import convert
+from ..operations.convert import convert, destination_of
 from ..operations.diff import diff
 from ..operations.summarize import Summary, TensorSummary, summarize
-from ..operations.verify import verify
+from ..operations.verify import Verification, verify
 from ..storage.files import warn
 from ..storage.paths import already_there
 from . import pages
-from .output import console, print_json, print_line, progress_bar, table
-from .writing import contents, escaped, size_of, writing_options
+from .output import console, print_error, print_json, print_line, progress_bar, table
+from .writing import contents, escaped, size_of, writing_options, written_files
 
 # inspect
 
@@ -92,7 +92,7 @@ def _tensor_row(item: TensorSummary, with_numbers: bool, nominal: bool) -> list[
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    target = options.to or format_for(options.destination)
+    target = destination_of(options.source, options.destination, options.to)[1]
     _convert(
         options,
         to_format=target,
@@ -128,7 +128,13 @@ def _convert(options: argparse.Namespace, **more: Any) -> CheckpointState:
         state = convert(
             options.source, options.destination, overwrite=options.overwrite, durable=not options.no_fsync, progress=advance, **more
         )
-    print_line(f"{escaped(options.destination)}: {more['to_format']}, {contents(state)}")
+    place, kind = destination_of(options.source, options.destination, more["to_format"])
+    written = load(place, format=kind)
+    checked = ", verified" if more.get("verify", True) else ""
+    print_line(f"{escaped(os.fspath(place))}: {kind}, {contents(written)}{checked}")
+    if len(files := written_files(place, written)) > 1:
+        for file in files:
+            print_line(f"  {escaped(file)}")
     return state
 
 
@@ -163,11 +169,17 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    results = []
+    results, missing = [], False
     for path in options.paths:
-        _must_exist(path)
         with progress_bar("verifying", size_of(path)) as advance:
-            results.append(verify(path, repair=options.repair, progress=advance))
+            try:
+                _must_exist(path)
+                results.append(verify(path, repair=options.repair, progress=advance))
+            except MissingFileError as error:  # an error of the command; the other files are still looked at
+                missing = True
+                print_error(str(error))
+                if options.json:
+                    results.append(Verification(path, problems=[str(error)]))
     if options.json:
         print_json([{**dataclasses.asdict(result), "ok": bool(result)} for result in results])
     else:
@@ -177,6 +189,8 @@ def run_verify(options: argparse.Namespace) -> int:
                 print_line(f"{escaped(result.path)}: ok ({result.format}, {result.tensors} tensors{repaired})")
             for problem in result.problems:
                 print_line(f"[red]{escaped(result.path)}[/]: {escaped(problem.removeprefix(f'{result.path}: '))}")
+    if missing:
+        return 2
     return 0 if all(results) else 1
 
 

@@ -8,11 +8,14 @@ import datetime
 import importlib
 import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..checkpoint.state import format_bytes
 from ..errors import CheckpointError, MissingDependencyError, MissingFileError
@@ -155,8 +158,15 @@ def _yaml(text: str) -> Any:
         import yaml
     except ImportError as error:
         raise MissingDependencyError("YAML files need pyyaml", remedy="pip install pyyaml, or write the file as .json") from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # untyped
+        """As YAML 1.2 and JSON have it, 1e-2 is a number; for PyYAML, which follows YAML 1.1, it is text."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+    )
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
@@ -200,4 +210,18 @@ def _data(name: str, arguments: Mapping[str, Any], folder: Path) -> tuple[Any, .
             field="data",
             remedy=f"It was raised in {place.filename}, line {place.lineno}.",
         ) from error
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    loaders = tuple(found) if isinstance(found, tuple) or _is_pair(found) else (found,)
+    bad = [type(item).__name__ for item in loaders if isinstance(item, (str, bytes)) or not hasattr(item, "__iter__")]
+    if bad or not 1 <= len(loaders) <= 2:
+        raise CheckpointError(
+            f"{name} returned {bad[0] if bad else f'{len(loaders)} loaders'}, not a loader or two",
+            field="data",
+            remedy="Return the train loader, or (train loader, test loader); a loader is iterable and gives a batch at a time.",
+        )
+    return loaders
+
+
+def _is_pair(found: object) -> bool:
+    """Whether a list holds the loaders, and is not itself a loader: a list of batches."""
+    batches = (tuple, list, dict, torch.Tensor)
+    return isinstance(found, list) and len(found) <= 2 and not any(isinstance(item, batches) for item in found)

@@ -7,9 +7,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..checkpoint.state import CheckpointState, OptimizerSpec
 from ..checkpoint.training_graph import TrainingGraph
@@ -26,9 +27,6 @@ from .dropout import DropoutSeeds
 from .inputs import ShapeCheck, ordered_inputs
 from .parameters import ParameterTable
 from .scopes import Scope, compute_values, set_own_attribute
-
-if TYPE_CHECKING:
-    from .optimizer import OrtOptimizer
 
 
 class OrtModule(TrainingGraph):
@@ -191,16 +189,16 @@ class OrtModule(TrainingGraph):
 
     def checkpoint(
         self,
-        optimizer: OrtOptimizer | None = None,
+        optimizer: Optimizer | None = None,
         *,
         scheduler: Any = None,
         properties: Mapping[str, int | float | str] | None = None,
     ) -> CheckpointState:
-        """The whole training state. The tensors are not copied. Save it with `toc.save`."""
+        """The whole training state, with an `OrtOptimizer` or any of `torch.optim`. The tensors are not copied: save it (`toc.save`)."""
         return checkpoints.take(self, optimizer, scheduler, properties)
 
     def load_checkpoint(
-        self, state: CheckpointState | PathLike, optimizer: OrtOptimizer | None = None, *, scheduler: Any = None, strict: bool = True
+        self, state: CheckpointState | PathLike, optimizer: Optimizer | None = None, *, scheduler: Any = None, strict: bool = True
     ) -> None:
         """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's RNG position."""
         checkpoints.restore(self, state, optimizer, scheduler, strict=strict)
