@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..operations.verify import Verification, verify
 from ..storage.files import warn
 from ..storage.paths import already_there
 from . import pages
-from .output import console, print_error, print_json, print_line, progress_bar, table
+from .output import console, error_console, print_error, print_json, print_line, progress_bar, table
 from .writing import contents, escaped, size_of, writing_options, written_files
 
 # inspect
@@ -221,8 +222,14 @@ def run_demo(options: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-")))
-        rows = [dataclasses.astuple(row) for row in demo(folder, options.overwrite)]
-    console().print(table("What was done", ("stage", "by", "files", "result"), rows))
+        stages = demo(folder, options.overwrite)
+        print_line(f"A LeNet-5 learns digits in {len(stages)} stages. It takes about half a minute.\n")
+        for number, stage in enumerate(stages, 1):
+            print_line(f"[bold]{number}. {stage.title}[/] ({stage.who})")
+            started = time.perf_counter()
+            with error_console().status("working") if error_console().is_terminal else contextlib.nullcontext():
+                outcome = stage.run()
+            print_line(f"   {escaped(outcome)}  [dim]{time.perf_counter() - started:.1f} s[/]\n   [dim]{stage.why}[/]")
     if options.folder:
         print_line(f"\nThe files are in {escaped(options.folder)}: try `torch-ort-ckpt inspect {escaped(options.folder)}/trained`.")
     return 0
