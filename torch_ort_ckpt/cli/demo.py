@@ -89,7 +89,7 @@ class _Story:
 
     def export(self) -> str:
         adamw = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01)
-        self.artifacts = export_artifacts(self.model, digits(0)[0], self.folder, optimizer=adamw, overwrite=self.overwrite)
+        self.artifacts = export_artifacts(self.model, data(0)[0], self.folder, optimizer=adamw, overwrite=self.overwrite)
         files = [self.folder / name for name in ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")]
         count = sum(p.numel() for p in self.model.parameters())
         return f"{count:,} parameters; {', '.join(file.name for file in files)}: {format_bytes(sum(f.stat().st_size for f in files))}"
@@ -112,7 +112,7 @@ class _Story:
         self.model.load_state_dict(to_state_dict(state))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01)
         self.optimizer.load_state_dict(to_optimizer_state_dict(state, self.optimizer, module=self.model, artifacts=self.artifacts))
-        self.pytorch = [torch_step(self.model, self.optimizer, *digits(seed)) for seed in range(STEPS, 2 * STEPS)]
+        self.pytorch = [torch_step(self.model, self.optimizer, *data(seed)) for seed in range(STEPS, 2 * STEPS)]
         save(from_torch(self.model, self.optimizer, like=state), self.folder / "from_pytorch", format="ort")
         return f"loss {self.pytorch[0]:.3f} -> {self.pytorch[-1]:.3f}, {self._right('from_pytorch')}"
 
@@ -130,7 +130,7 @@ class _Story:
         model.load_checkpoint(self.folder / "trained", optimizer)
         losses = []
         for seed in range(STEPS, 2 * STEPS):
-            loss = model(*digits(seed))
+            loss = model(*data(seed))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -149,7 +149,7 @@ class _Story:
         """How many of 500 digits that were not trained on the checkpoint reads right."""
         model = network()
         model.load_state_dict(to_state_dict(load(self.folder / name)))
-        images, labels = digits(10_000, 500)
+        images, labels = data(10_000, 500)
         with torch.no_grad():
             return f"{float((model(images).argmax(1) == labels).float().mean()):.0%} of new digits right"
 
@@ -173,7 +173,7 @@ def network() -> nn.Module:
     )
 
 
-def digits(seed: int, count: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+def data(seed: int = 0, count: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
     """Digits of 28 x 28 pixels in random places and strengths, with noise, and what they show."""
     generator = torch.Generator().manual_seed(seed)
     dots = torch.tensor([[[row >> (4 - column) & 1 for column in range(5)] for row in _FONT[digit]] for digit in range(10)]).float()
@@ -205,7 +205,7 @@ def train_with_ort(folder: Path, start: Path, end: Path, seeds: range) -> list[f
     model.train()
     losses: list[Any] = []
     for seed in seeds:
-        inputs, labels = digits(seed)
+        inputs, labels = data(seed)
         losses.append(model(inputs.numpy(), labels.numpy()))
         optimizer.step()
         model.lazy_reset_grad()
