@@ -43,6 +43,26 @@ def test_a_folder_of_artifacts_is_its_checkpoint() -> None:
     assert toc.diff(FIXTURE, FIXTURE / "checkpoint").equal
 
 
+def test_inspect_says_what_artifacts_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(FIXTURE), "--no-stats"]) == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in ("labels: int64[batch]", "kind='AdamW'", "runs on CUDA (engine ort): all", "fc1.weight  "))
+    assert main(["inspect", str(FIXTURE), "--no-stats", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["artifacts"]["optimizer"]["kind"] == "AdamW"
+    shutil.copy(FIXTURE / "eval_model.onnx", tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "missing    checkpoint" in capsys.readouterr().out
+
+
+def test_modules_and_artifacts_show_themselves() -> None:
+    artifacts = toc.Artifacts.load(FIXTURE)
+    shown = repr(toc.OrtModule(artifacts, engine="torch"))
+    assert "weight: float32 [16, 12], trained" in shown
+    assert "f32: float32 [16], frozen" in shown
+    assert "input labels: int64[batch]" in shown
+    assert "<td>fc1.weight</td>" in artifacts._repr_html_()
+
+
 def test_two_checkpoints_in_a_folder_are_not_a_rank_set(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "two").mkdir()
     for name in ("checkpoint", "initial_checkpoint"):

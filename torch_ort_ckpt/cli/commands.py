@@ -34,12 +34,20 @@ from .writing import contents, escaped, size_of, writing_options, written_files
 def run_inspect(options: argparse.Namespace) -> int:
     if options.html:
         return pages.write_inspection(options)
+    artifacts = _artifacts(options.path)
+    if artifacts is not None and artifacts.checkpoint_path is None:
+        _describe(artifacts)
+        return 0
     with progress_bar("reading", size_of(options.path)) as advance:
         found = summarize(options.path, format=options.format, statistics=not options.no_stats, progress=advance)
     if options.json:
-        print_json({**dataclasses.asdict(found), "total_bytes": found.total_bytes})
+        graphs = {} if artifacts is None else {"artifacts": artifacts.as_json()}
+        print_json({**dataclasses.asdict(found), "total_bytes": found.total_bytes, **graphs})
         return 0
     out = console()
+    if artifacts is not None:
+        _describe(artifacts)
+        print_line("")
     version = f" version {found.format_version}" if found.format_version else ""
     nominal = ", nominal (no data)" if found.nominal else ""
     print_line(f"[bold]{escaped(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors")
@@ -67,6 +75,23 @@ def run_inspect(options: argparse.Namespace) -> int:
         out.print()
         out.print(table("properties", ("name", "type", "value"), values))
     return 0
+
+
+def _artifacts(path: str) -> Any:
+    """The training artifacts in a folder; None where there are none."""
+    if not os.path.isdir(path):
+        return None
+    from ..graphs.artifacts import Artifacts
+
+    try:
+        return Artifacts.load(path)
+    except MissingFileError:
+        return None
+
+
+def _describe(artifacts: Any) -> None:
+    for line in artifacts.describe().splitlines():
+        print_line(escaped(line))
 
 
 def _tensor_table(found: Summary) -> Any:

@@ -26,7 +26,7 @@ from .delivery import Loop, through_computed
 from .dropout import DropoutSeeds
 from .inputs import ShapeCheck, ordered_inputs
 from .parameters import ParameterTable
-from .scopes import Scope, compute_values, set_own_attribute
+from .scopes import Scope, compute_values, set_own_attribute, tensor_lines
 
 
 class OrtModule(TrainingGraph):
@@ -71,6 +71,9 @@ class OrtModule(TrainingGraph):
         self._table = ParameterTable(self.artifacts, self.artifacts.state)
         self._table.register(self, self.artifacts.state, self._engine, self._options.device)
         checkpoints.restore_position(self, self.artifacts.state, None)
+
+    def extra_repr(self) -> str:
+        return "\n".join([f"engine: {self._engine_name}", *(f"input {spec}" for spec in self.artifacts.inputs), *tensor_lines(self)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
