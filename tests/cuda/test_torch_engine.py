@@ -59,6 +59,7 @@ def one_of_each_kind() -> dict[str, str]:
 
 
 KINDS = one_of_each_kind()
+STEPS = [(name, False) for name in ("mlp", "cnn", "lstm", "transformer")] + [(name, True) for name in ("mlp", "transformer")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,8 +88,7 @@ def test_an_operator_runs_forward_and_backward_without_a_wait(cuda: Cuda, kind: 
 
 
 @pytest.mark.ort
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
+@pytest.mark.parametrize(("name", "compiled"), STEPS)
 def test_a_step_of_a_whole_model(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool) -> None:
     """Forward, backward and update. Compiled: the functions that are compiled, with the backend that generates no code."""
     compile_with = torch.compile
