@@ -115,6 +115,20 @@ def test_a_save_neither_waits_nor_takes_device_memory(cuda: Cuda, make: Any, tmp
     assert_saved(tmp_path, make, expected)
 
 
+@pytest.mark.parametrize("side", [False, True])
+def test_the_writer_waits_for_its_own_copies(cuda: Cuda, side: bool, tmp_path: Path) -> None:
+    """Nothing else waits: training ends with the save."""
+    model, optimizer = native("cuda")
+    step(model, optimizer)
+    expected = values(model)
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with toc.CheckpointManager(tmp_path, async_save=True, durable=False) as saves, torch.cuda.stream(stream):
+        saves.save(1, model, optimizer)
+        saves.wait()
+    assert_saved(tmp_path, native, expected)
+
+
 def test_tied_tensors_are_copied_once(cuda: Cuda) -> None:
     value, staging = torch.ones(3, device="cuda"), Staging()
     copies = [staging.copy(value), staging.copy(value)]
