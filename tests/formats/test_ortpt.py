@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests.traps import Trap
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 
 from ..truth import Truth, fixtures, raw
@@ -62,16 +63,8 @@ def test_it_cannot_be_written() -> None:
         toc.save(toc.CheckpointState(), "x.ort.pt", format="ortpt")
 
 
-class Trap:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
 def test_code_in_the_file_is_not_run(tmp_path: Path) -> None:
-    torch.save({"model": {"w": torch.ones(1)}, "x": Trap(str(tmp_path / "sprung"))}, tmp_path / "a.ort.pt")
+    torch.save({"model": {"w": torch.ones(1)}, "x": Trap(tmp_path / "sprung")}, tmp_path / "a.ort.pt")
     with pytest.raises(UnsupportedError, match="could run code is never loaded"):
         toc.load(tmp_path / "a.ort.pt")
     assert not (tmp_path / "sprung").exists()

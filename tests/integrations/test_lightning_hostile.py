@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,9 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests.traps import Trap
 
 pytest.importorskip("lightning")
-
-
-class Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize("options", [{}, {"weights_only": None}, {"weights_only": True}])

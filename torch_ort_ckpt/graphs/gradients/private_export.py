@@ -105,7 +105,7 @@ def joint_by_tracing(program: ExportedProgram, table: Table) -> tuple[ExportedPr
 
 
 def _remove_first_detach(traced: fx.GraphModule, places: list[int]) -> None:
-    """Remove the `detach` that makes a leaf of each argument at `places`: whoever differentiates the forward part again would stop there."""
+    """Remove the `detach` that makes each argument at `places` a leaf: differentiating the forward part again would stop there."""
     nodes = placeholders(traced.graph)
     for place in places:
         first = next(node for node in traced.graph.nodes if node.target is torch.ops.aten.detach.default and node.args[0] is nodes[place])
