@@ -86,6 +86,8 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
 def test_a_user_s_own_data_becomes_properties(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "epoch": 3, "flag": True, "list": [1, {"a": None}], 5: "x"}, tmp_path / "a.ort.pt")
     assert toc.load(tmp_path / "a.ort.pt").properties == {"epoch": 3, "flag": 1, "list": '[1, {"a": null}]', "5": "x"}
+    torch.save({"model": {"w": torch.ones(1)}, "shape": torch.Size([2, 3]), "scalar": torch.Size([])}, tmp_path / "c.ort.pt")
+    assert toc.load(tmp_path / "c.ort.pt").properties == {"shape": "[2, 3]", "scalar": "[]"}
     torch.save({"model": {"w": torch.ones(1)}, "rng": torch.ones(2)}, tmp_path / "b.ort.pt")
     with pytest.warns(toc.CheckpointWarning, match="rng"):
         toc.load(tmp_path / "b.ort.pt")
