@@ -64,3 +64,11 @@ def test_a_checkpoint_that_is_no_longer_kept_goes_with_all_its_files(format: str
     callback._remove_checkpoint(SimpleNamespace(is_global_zero=True), str(tmp_path / f"old.{format}"))
     assert sorted(place.name for place in tmp_path.iterdir()) == [name for name in before if name.startswith("new")]
     assert toc.load(tmp_path / f"new.{format}") == state
+
+
+@pytest.mark.parametrize("counted", [{"epoch": 3, "global_step": 40}, {"epoch": 3}, {}])
+def test_what_lightning_counts_is_in_the_checkpoint(counted: dict[str, int], tmp_path: Path) -> None:
+    from torch_ort_ckpt.integrations.lightning import OrtCheckpointIO
+
+    OrtCheckpointIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}, **counted}, tmp_path / "a.ckpt")
+    assert toc.load(tmp_path / "a.ckpt" / "checkpoint").properties == counted

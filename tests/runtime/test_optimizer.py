@@ -170,6 +170,26 @@ def test_groups_with_rates_of_their_own_and_what_the_graph_can_not_do(tmp_path: 
         toc.OrtOptimizer(clipping, params=[{"params": [value]} for value in clipping.named_trainable().values()])
 
 
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    """Also where no hook and no profiler watches the step."""
+    model = toc.OrtModule(ADAMW, threads=1)
+    optimizer, ((x, y),) = toc.OrtOptimizer(model), batches(model.artifacts, 1)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses.append(model(x, y))
+        losses[-1].backward()
+        return losses[-1]
+
+    before = model.fc1.weight.clone()
+    assert optimizer.step(closure) is losses[0]
+    assert len(losses) == 1
+    assert not torch.equal(model.fc1.weight, before)
+    assert optimizer.step() is None
+    assert len(losses) == 1
+
+
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
 def test_each_group_gets_its_own_rate_and_step_back(way: str, tmp_path: Path) -> None:
     def made(rates: tuple[float, float]) -> tuple[toc.OrtModule, toc.OrtOptimizer]:
