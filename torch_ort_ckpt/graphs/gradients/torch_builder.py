@@ -50,6 +50,7 @@ def build(
     extra_outputs: bool | Sequence[str] = False,
     dynamic_shapes: Dynamic | None = None,
     opset: int | None = None,
+    optimize: bool = True,
     tell: Callable[[str], None] = _log.info,
 ) -> Gradients:
     """The joint graph of a module and its loss; the module is left as it is."""
@@ -75,7 +76,7 @@ def build(
     captured = capture(wrapped, ordered, dynamic)
     sizes = check_captured(captured, dynamic, required)
     tell("building the gradient graph")
-    program = joint(captured)
+    program = joint(captured, optimize=optimize)
     tell("translating it to ONNX")
     graph = _joint_graph(program, [names[place] for place in extras], sizes, opset)
     tell("exporting the eval graph")
