@@ -47,8 +47,8 @@ class JointProgram:
 
 def table(*, optimize: bool = False) -> private_export.Table:
     """The decompositions of the joint graph: PyTorch's, then ours, then the user's. With `optimize`, our faster forms too."""
-    core = private_export.pytorch_table()
-    found = {**core, **refusing_table(), **random_table(), **decompositions.after_autograd(optimize=optimize, otherwise=core)}
+    below = {**private_export.pytorch_table(), **refusing_table(), **random_table()}
+    found = {**below, **decompositions.after_autograd(optimize=optimize, otherwise=below)}
     for operator in (*_KEPT, *decompositions.dropped()):
         found.pop(operator, None)
     return found
