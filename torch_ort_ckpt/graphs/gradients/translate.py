@@ -17,6 +17,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 
 from ...errors import MissingDependencyError, UnsupportedError
 from ..description import DETACHED, ONNX_ERRORS, PADDING, all_nodes
+from ..passes.identity_transpose import remove_identity_transposes
 from ..passes.pipelines import FASTER, apply
 from .capture import TRACING_ERRORS, quiet
 from .decompositions.onnx_operators import translations
@@ -79,6 +80,7 @@ def translate(
     _rename(model, names)
     _widen_indices(model)
     _mark(model, padding)
+    remove_identity_transposes(model)
     if optimize:
         apply(model, FASTER)  # while the graph still declares the shapes of its values
     model.ir_version = _IR_OF_OPSET.get(opset or OPSET, 10)
@@ -162,7 +164,10 @@ def _rename(model: onnx.ModelProto, names: Names) -> None:
         holder.name = new.get(holder.name, holder.name)
     for value, name in zip(graph.output, names.outputs, strict=True):
         # One value can be two outputs, or an input, or a constant: each output gets a node of its own.
-        graph.node.append(helper.make_node("Identity", [new.get(value.name, value.name)], [name]))
+        source = new.get(value.name, value.name)
+        graph.node.append(helper.make_node("Identity", [source], [name]))
+        graph.value_info.append(value)
+        graph.value_info[-1].name = source
         value.name = name
 
 

@@ -24,6 +24,7 @@ from .pool_shapes import infer_pool_shapes
 from .single_batch_norm_outputs import single_batch_norm_outputs
 from .split_gradient import complete_split_gradients
 from .transpose_axes import count_axes_from_front
+from .transpose_pairs import join_transposes
 from .unused_nodes import remove_unused_nodes
 from .versions import lower_versions
 from .where_gradient import sum_where_gradients
@@ -60,6 +61,7 @@ OPTIMIZER: tuple[Pass, ...] = (declare_flag_boolean, lower_versions)
 
 FASTER: tuple[Pass, ...] = (
     drop_unused_indices,
+    join_transposes,
     reduce_without_axes,
     use_gemm,
     remove_unused_nodes,  # last: the others leave nodes behind
