@@ -87,6 +87,7 @@ def joint_by_tracing(program: ExportedProgram, table: Table) -> tuple[ExportedPr
     mode = next(value.fake_mode for value in fakes if hasattr(value, "fake_mode"))
     with mode, enable_python_dispatcher():
         traced = make_fx(both, decomposition_table=table)(*fakes)
+    _undo_detach(traced, trained)
     constants = {place: program.constants[spec.target] for place, spec in enumerate(specs) if spec.target in program.constants}
     captured = torch.export.export(
         _WithConstants(traced, constants),
@@ -101,6 +102,17 @@ def joint_by_tracing(program: ExportedProgram, table: Table) -> tuple[ExportedPr
         strict=False,
     )
     return captured, [str(specs[place].target) for place in trained], [str(specs[place].target) for place in updated]
+
+
+def _undo_detach(traced: fx.GraphModule, places: list[int]) -> None:
+    """The parameters were detached to become leaves of autograd. In the graph that would say that no gradient flows to them."""
+    arguments = placeholders(traced.graph)
+    for place in places:
+        for node in list(arguments[place].users):
+            if node.target is torch.ops.aten.detach.default:
+                node.replace_all_uses_with(arguments[place])
+                traced.graph.erase_node(node)
+    traced.recompile()
 
 
 class _WithConstants(torch.nn.Module):
