@@ -216,7 +216,17 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="also without fast forms (optimize=False)")
     parser.add_argument("--keep", help="folder for the artifacts; those that are there are taken as they are")
     options = parser.parse_args()
-    header = ["model", "ORT-made", "ours", "ours, plain", "PyTorch", "MB: ORT-made / ours / PyTorch", "to the larger", "loss off ORT's", "off PyTorch's"]
+    header = [
+        "model",
+        "ORT-made",
+        "ours",
+        "ours, plain",
+        "PyTorch",
+        "MB: ORT-made / ours / PyTorch",
+        "to the larger",
+        "loss off ORT's",
+        "off PyTorch's",
+    ]
     rows = []
     for name in options.only.split(","):
         rows.append(row(name, options))

@@ -19,8 +19,7 @@ def _graph(axes: list[int], sizes: list[int], **settings: int):
         node("Reshape", "wide shape", "narrow"),
         node("Neg", "narrow", "y"),
     ]
-    graph = model(nodes, [value("x", ["n", 3, 4])], [value("y", None)], {"shape": np.array(sizes)}, inner=[value("narrow", sizes)])
-    return graph
+    return model(nodes, [value("x", ["n", 3, 4])], [value("y", None)], {"shape": np.array(sizes)}, inner=[value("narrow", sizes)])
 
 
 @pytest.mark.parametrize("settings", [{}, {"keepdims": 1}])

@@ -105,7 +105,8 @@ def _with_gradient(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> se
             found.add(id(parameter))
             parameter.grad = None
 
-    hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
+    values: Sequence[Any] = parameters  # PyTorch has no types for these hooks
+    hooks = [value.register_post_accumulate_grad_hook(note) for value in values]
     try:
         if parameters:
             torch.autograd.backward([loss], inputs=list(parameters))

@@ -127,9 +127,7 @@ def _dynamic(example: Example, names: Sequence[str], asked: Dynamic | None) -> t
     return dynamic, required
 
 
-def _joint_graph(
-    program: JointProgram, extras: Sequence[str], sizes: Mapping[str, str], opset: int | None, optimize: bool
-) -> JointGraph:
+def _joint_graph(program: JointProgram, extras: Sequence[str], sizes: Mapping[str, str], opset: int | None, optimize: bool) -> JointGraph:
     rest = iter(extras)
     outputs: dict[str, list[tuple[str, str]]] = {"loss": [], "output": [], "gradient": [], "update": []}
     names = []

@@ -43,7 +43,13 @@ def use_gemm(model: onnx.ModelProto) -> int:
             for place in (0, 1):
                 product, other = products.get(node.input[place]), node.input[1 - place]
                 shape = shapes.get(node.input[place])
-                if product is None or shape is None or len(product.input) > 2 or readers[node.input[place]] > 1 or shapes.get(other) != shape:
+                if (
+                    product is None
+                    or shape is None
+                    or len(product.input) > 2
+                    or readers[node.input[place]] > 1
+                    or shapes.get(other) != shape
+                ):
                     continue
                 removed.add(id(product))  # its result may be needed only here, where the other operand is known
                 merged = helper.make_node("Gemm", [*product.input, other], node.output, name=node.name)

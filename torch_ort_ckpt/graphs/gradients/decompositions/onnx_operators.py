@@ -81,7 +81,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     def of_affine_by_channel(x: Any, scale: Any, bias: Any, mean: Any) -> Any:
         # A variance of one in all: ONNX has no epsilon of zero that every runtime takes. The size of `mean` is known.
-        one = op.Expand(op.CastLike(op.Constant(value_float=_ALMOST_ONE), mean), op.Shape(mean))
+        number: Any = op.Constant(value_float=_ALMOST_ONE)
+        one = op.Expand(op.CastLike(number, mean), op.Shape(mean))
         return op.BatchNormalization(x, scale, bias, mean, one, epsilon=_EPSILON)
 
     def of_is_positive(x: Any) -> Any:
