@@ -51,7 +51,7 @@ def test_modules_and_optimizers_are_told_by_their_class(folder: str) -> None:
 
 
 PASSES = sorted({path.stem for path in (PACKAGE / "graphs" / "passes").glob("*.py")} - {"__init__"})
-TOOLS = ["onnx_ir_models", "padding_amounts", "pipelines", "rewriting"]
+TOOLS = ["declared_shapes", "onnx_ir_models", "padding_amounts", "pipelines", "rewriting"]
 """The order of the passes, and what several of them share."""
 
 

@@ -48,6 +48,7 @@ def export_artifacts(
     opset: int | None = None,
     class_axis: int | None = None,
     nominal: bool = False,
+    optimize: bool = True,
     overwrite: bool = False,
     progress: Stage | None = None,
 ) -> Artifacts:
@@ -73,7 +74,10 @@ def export_artifacts(
     - `for_ort`: the release that will train, "1.16" to "1.19". By default 1.18 and later.
     - `exporter`: for ORT's builder, "dynamo" (PyTorch's current one), "torchscript" (the older one), or "auto": the current one, and the
       older where it fails.
+    - `optimize`: write operators that ONNX Runtime runs faster (of a convolution's gradient, of pooling, of batch normalisation, ...),
+      chosen by shape; with False, the plain graph that they must equal. ORT's builder has no such choice.
     - `overwrite`: replace artifacts that are already in `folder`.
+    - `progress`: called with a short text when a stage of the export begins.
     """
     tell = progress or (lambda text: _log.info("%s", text))
     place = as_path(folder)
@@ -94,6 +98,7 @@ def export_artifacts(
         extra_outputs=extra_outputs,
         dynamic_shapes=dynamic_shapes,
         opset=opset,
+        optimize=optimize,
         tell=tell,
     )
     with pending_set(place, owns, overwrite=overwrite) as pending:
@@ -127,7 +132,15 @@ class _Made:
 
 
 def _build(
-    builder: str, module: nn.Module, example_inputs: Any, loss: Any, *, exporter: str, example_targets: Any, **options: Any
+    builder: str,
+    module: nn.Module,
+    example_inputs: Any,
+    loss: Any,
+    *,
+    exporter: str,
+    example_targets: Any,
+    optimize: bool,
+    **options: Any,
 ) -> _Made:
     if builder == "ort":
         from .gradients.ort_forward import build_with_ort
@@ -138,7 +151,7 @@ def _build(
     from .gradients.contract import training_model
     from .gradients.torch_builder import build
 
-    found = build(module, example_inputs, loss, example_targets=example_targets, **options)
+    found = build(module, example_inputs, loss, example_targets=example_targets, optimize=optimize, **options)
     training, as_float = training_model(found.graph, list(found.states))
     states = {name: value.to(torch.float32) if name in as_float else value for name, value in found.states.items()}
     return _Made(training, found.evaluation, found.trainable, states)

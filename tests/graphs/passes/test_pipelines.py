@@ -14,7 +14,7 @@ from torch_ort_ckpt.graphs.passes.pipelines import AFTER_GRADIENTS, BEFORE_GRADI
 
 from .small_graphs import kinds, model, node, value
 
-TOOLS = {"pipelines", "rewriting", "onnx_ir_models", "padding_amounts"}
+TOOLS = {"pipelines", "rewriting", "declared_shapes", "onnx_ir_models", "padding_amounts"}
 MODULES = sorted({module.name for module in pkgutil.iter_modules(passes.__path__)} - TOOLS)
 
 

@@ -89,11 +89,31 @@ def freeze_unused(wrapped: WithLoss, values: Sequence[torch.Tensor]) -> list[str
                 "the loss does not depend on any trainable parameter",
                 remedy="Freeze fewer parameters; with loss=None, the module's first output must be its loss, not detached.",
             )
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    unused = [name for (name, _), gradient in zip(parameters.items(), gradients, strict=True) if gradient is None]
+        used = _with_gradient(loss, list(parameters.values()))
+    unused = [name for name, parameter in parameters.items() if id(parameter) not in used]
     for name in unused:
         parameters[name].requires_grad_(False)
     return unused
+
+
+def _with_gradient(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> set[int]:
+    """The ids of the parameters that get a gradient. Each gradient is dropped at once: all of them together are as large as the weights."""
+    found: set[int] = set()
+
+    def note(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            found.add(id(parameter))
+            parameter.grad = None
+
+    values: Sequence[Any] = parameters  # PyTorch has no types for these hooks
+    hooks = [value.register_post_accumulate_grad_hook(note) for value in values]
+    try:
+        if parameters:
+            torch.autograd.backward([loss], inputs=list(parameters))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def capture(wrapped: WithLoss, values: Sequence[torch.Tensor], dynamic: Dynamic) -> Captured:

@@ -14,7 +14,7 @@ from . import decompositions, private_export
 from .capture import TRACING_ERRORS, Captured, quiet
 from .label_range import refusing_table
 from .randomness import random_table
-from .shape_check import compare_shapes
+from .shape_check import Symbols, compare_shapes, symbols
 from .where import first_line, line_of_error, line_of_node
 
 aten = torch.ops.aten
@@ -45,22 +45,24 @@ class JointProgram:
     outputs: list[Role]
 
 
-def table() -> private_export.Table:
-    """The decompositions of the joint graph: PyTorch's, then ours, then the user's."""
-    found = {**private_export.pytorch_table(), **refusing_table(), **random_table(), **decompositions.after_autograd()}
+def table(*, optimize: bool = False) -> private_export.Table:
+    """The decompositions of the joint graph: PyTorch's, then ours, then the user's. With `optimize`, our faster forms too."""
+    below = {**private_export.pytorch_table(), **refusing_table(), **random_table()}
+    found = {**below, **decompositions.after_autograd(optimize=optimize, otherwise=below)}
     for operator in (*_KEPT, *decompositions.dropped()):
         found.pop(operator, None)
     return found
 
 
-def joint(captured: Captured) -> JointProgram:
-    """Forward and backward of a captured module whose first output is its loss."""
+def joint(captured: Captured, *, optimize: bool = False) -> JointProgram:
+    """Forward and backward of a captured module whose first output is its loss. `optimize`: see `table`."""
+    chosen, before = table(optimize=optimize), symbols(captured.program)
     _mark_no_grad(captured.program)
     with quiet(), sdpa_kernel(SDPBackend.MATH), decompositions.before_autograd():
         try:
             if not private_export.has_first_way():
-                return _by_tracing(captured)
-            program = private_export.joint_by_export(captured.program, table())
+                return _by_tracing(captured, chosen, before)
+            program = private_export.joint_by_export(captured.program, chosen)
         except TRACING_ERRORS as error:
             raise UnsupportedError(
                 f"PyTorch can't make the gradient graph ({first_line(error)})",
@@ -69,7 +71,7 @@ def joint(captured: Captured) -> JointProgram:
             ) from error
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
-    compare_shapes(captured, program)
+    compare_shapes(captured, before, program)
     inputs = input_roles(program, captured.inputs)
     outputs = []
     for spec in program.graph_signature.output_specs:
@@ -86,13 +88,13 @@ def joint(captured: Captured) -> JointProgram:
     return JointProgram(program, captured, inputs, outputs)
 
 
-def _by_tracing(captured: Captured) -> JointProgram:
+def _by_tracing(captured: Captured, chosen: private_export.Table, symbols_before: Symbols) -> JointProgram:
     """The joint graph by the second way, in the same form."""
     before = input_roles(captured.program, captured.inputs)
-    program, trained, updated = private_export.joint_by_tracing(captured.program, table())
+    program, trained, updated = private_export.joint_by_tracing(captured.program, chosen)
     constants = [Role("constant", role.name) for role in before if role.kind == "constant"]
     inputs = [Role(role.kind, role.name, positional=True) for role in before if role.kind != "constant"]
-    compare_shapes(captured, program, [place for place, role in enumerate(inputs) if role.kind == "input"])
+    compare_shapes(captured, symbols_before, program, [place for place, role in enumerate(inputs) if role.kind == "input"])
     count = len(program.graph_signature.output_specs) - len(trained) - len(updated)
     outputs = [Role("loss", "loss"), *(Role("output", "") for _ in range(count - 1))]
     outputs += [Role("gradient", name) for name in trained] + [Role("update", name) for name in updated]

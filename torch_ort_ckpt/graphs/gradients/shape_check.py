@@ -21,14 +21,23 @@ from .where import line_of_stack
 _log = logging.getLogger(__name__)
 
 
-def compare_shapes(captured: Captured, program: ExportedProgram, places: Sequence[int] | None = None) -> None:
+Symbols = list[list[str | None]]
+"""For each of the user's inputs, the symbol of each axis; None for a fixed one."""
+
+
+def symbols(program: ExportedProgram) -> Symbols:
+    """To be taken before the joint graph is made: both graphs share their symbols, and one that becomes a number does so in both."""
+    return [[symbol_of(size) for size in value.shape] for value in _values(program)]
+
+
+def compare_shapes(captured: Captured, before: Symbols, program: ExportedProgram, places: Sequence[int] | None = None) -> None:
     """Raise if the joint graph has lost a dynamic size that the captured graph had. `places` are those of the user's among its inputs."""
-    before, after = _shapes(captured.program), _shapes(program)
+    after = [value.shape for value in _values(program)]
     if places is not None:
         after = [after[place] for place in places]
     for name, old, new in zip(captured.inputs, before, after, strict=True):
-        for axis, (size, now) in enumerate(zip(old, new, strict=True)):
-            if symbol_of(size) is not None and symbol_of(now) is None:
+        for axis, (symbol, now) in enumerate(zip(old, new, strict=True)):
+            if symbol is not None and symbol_of(now) is None:
                 raise UnsupportedError(
                     f"axis {axis} of input {name!r} is dynamic in the module, but became {now} when PyTorch made its gradients",
                     remedy="Leave that axis out of dynamic_shapes, or replace the operator that fixes it (often a pad or a Fourier "
@@ -77,7 +86,3 @@ def _values(program: ExportedProgram) -> list[Any]:
     users = list(program.graph_signature.user_inputs)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     return [nodes[str(name)].meta["val"] for name in users]
-
-
-def _shapes(program: ExportedProgram) -> list[Any]:
-    return [value.shape for value in _values(program)]

@@ -50,6 +50,7 @@ def build(
     extra_outputs: bool | Sequence[str] = False,
     dynamic_shapes: Dynamic | None = None,
     opset: int | None = None,
+    optimize: bool = True,
     tell: Callable[[str], None] = _log.info,
 ) -> Gradients:
     """The joint graph of a module and its loss; the module is left as it is."""
@@ -75,9 +76,9 @@ def build(
     captured = capture(wrapped, ordered, dynamic)
     sizes = check_captured(captured, dynamic, required)
     tell("building the gradient graph")
-    program = joint(captured)
+    program = joint(captured, optimize=optimize)
     tell("translating it to ONNX")
-    graph = _joint_graph(program, [names[place] for place in extras], sizes, opset)
+    graph = _joint_graph(program, [names[place] for place in extras], sizes, opset, optimize)
     tell("exporting the eval graph")
     evaluation = _evaluation(wrapped, ordered, dynamic, names, extras, opset, loss is None)
     describe_labels(captured.program, captured.inputs, graph.model, evaluation)
@@ -126,7 +127,7 @@ def _dynamic(example: Example, names: Sequence[str], asked: Dynamic | None) -> t
     return dynamic, required
 
 
-def _joint_graph(program: JointProgram, extras: Sequence[str], sizes: Mapping[str, str], opset: int | None) -> JointGraph:
+def _joint_graph(program: JointProgram, extras: Sequence[str], sizes: Mapping[str, str], opset: int | None, optimize: bool) -> JointGraph:
     rest = iter(extras)
     outputs: dict[str, list[tuple[str, str]]] = {"loss": [], "output": [], "gradient": [], "update": []}
     names = []
@@ -135,7 +136,7 @@ def _joint_graph(program: JointProgram, extras: Sequence[str], sizes: Mapping[st
         text = {"loss": "loss", "output": "", "gradient": f"{name}_grad", "update": f"{name}.updated"}[role.kind] or next(rest)
         outputs[role.kind].append((name, text))
         names.append(text)
-    model = translate(program.program, Names(program.inputs, names, sizes), opset, program.captured.program)
+    model = translate(program.program, Names(program.inputs, names, sizes), opset, program.captured.program, optimize=optimize)
     order = ["loss", *extras, *(text for kind in ("gradient", "update") for _, text in outputs[kind])]
     keep_outputs(model, order)
     return JointGraph(

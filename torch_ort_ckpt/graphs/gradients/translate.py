@@ -17,7 +17,10 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 
 from ...errors import MissingDependencyError, UnsupportedError
 from ..description import DETACHED, ONNX_ERRORS, PADDING, all_nodes
+from ..passes.identity_transpose import remove_identity_transposes
+from ..passes.pipelines import FASTER, apply
 from .capture import TRACING_ERRORS, quiet
+from .decompositions.onnx_operators import translations
 from .joint import Role
 from .private_export import flat_tuple
 from .where import first_line, line_of_operator
@@ -41,8 +44,10 @@ class Names:
     sizes: Mapping[str, str]
 
 
-def translate(program: ExportedProgram, names: Names, opset: int | None, before: ExportedProgram) -> onnx.ModelProto:
-    """The program as ONNX. `before` is the graph that has the lines of the user's code, for errors."""
+def translate(
+    program: ExportedProgram, names: Names, opset: int | None, before: ExportedProgram, *, optimize: bool = False
+) -> onnx.ModelProto:
+    """The program as ONNX. `before` is the graph that has the lines of the user's code, for errors. `optimize`: with fewer nodes."""
     try:
         import onnxscript  # noqa: F401  # PyTorch's exporter needs it
     except ImportError as error:
@@ -55,7 +60,14 @@ def translate(program: ExportedProgram, names: Names, opset: int | None, before:
     ]
     with _plain_outputs(program), quiet(), contextlib.redirect_stdout(io.StringIO()):
         try:
-            result = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset or OPSET, verbose=False)
+            result = torch.onnx.export(
+                program,
+                dynamo=True,
+                optimize=False,
+                opset_version=opset or OPSET,
+                verbose=False,
+                custom_translation_table=translations(),
+            )
             if result is None:
                 raise UnsupportedError("PyTorch's ONNX exporter returned nothing", remedy=_REPORT)
             model = _without_weights(
@@ -68,6 +80,9 @@ def translate(program: ExportedProgram, names: Names, opset: int | None, before:
     _rename(model, names)
     _widen_indices(model)
     _mark(model, padding)
+    remove_identity_transposes(model)
+    if optimize:
+        apply(model, FASTER)  # while the graph still declares the shapes of its values
     model.ir_version = _IR_OF_OPSET.get(opset or OPSET, 10)
     _clean(model, names.sizes)
     return model
@@ -145,11 +160,14 @@ def _rename(model: onnx.ModelProto, names: Names) -> None:
             for place, name in enumerate(field):
                 if name in new:
                     field[place] = new[name]
-    for holder in (*graph.input, *graph.initializer):
+    for holder in (*graph.input, *graph.initializer, *graph.value_info):
         holder.name = new.get(holder.name, holder.name)
     for value, name in zip(graph.output, names.outputs, strict=True):
         # One value can be two outputs, or an input, or a constant: each output gets a node of its own.
-        graph.node.append(helper.make_node("Identity", [new.get(value.name, value.name)], [name]))
+        source = new.get(value.name, value.name)
+        graph.node.append(helper.make_node("Identity", [source], [name]))
+        graph.value_info.append(value)
+        graph.value_info[-1].name = source
         value.name = name
 
 

@@ -21,6 +21,8 @@ from . import (
     embedding,
     fast_convolution,
     fast_elementwise,
+    fast_losses,
+    fast_norms,
     fast_pooling,
     fourier,
     indexing,
@@ -42,7 +44,7 @@ __all__ = ["after_autograd", "before_autograd", "dropped", "register_decompositi
 SUBJECTS = (
     activations, convolution, copying, ctc, cumulative, distances, embedding, fourier, indexing, linalg, losses, norms,
     padding, pooling, pooling_adaptive, resize, sampling, special,
-    fast_convolution, fast_elementwise, fast_pooling,
+    fast_convolution, fast_elementwise, fast_losses, fast_norms, fast_pooling,
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .onnx_operators import is_positive
 from .registry import fast
 from .sizes import is_static, per_axis
 
@@ -18,9 +19,9 @@ def threshold_backward(gradient: torch.Tensor, x: torch.Tensor, threshold: float
 
     An infinite gradient of a negative element becomes NaN here, and zero in PyTorch; training has failed by then in both.
     """
-    if threshold != 0 or not x.is_floating_point():
+    if threshold != 0 or x.dtype != torch.float32:
         return NotImplemented
-    return gradient * torch.clamp(x * torch.finfo(x.dtype).max, 0.0, 1.0)
+    return gradient * is_positive(x)
 
 
 @fast(aten.avg_pool2d_backward.default)
