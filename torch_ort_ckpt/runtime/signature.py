@@ -1,7 +1,7 @@
 """The signature of `OrtModule.forward`: per instance, the inputs of its graph.
 
-Trainers look at it. transformers.Trainer drops the columns of a data set that `forward` does not name, and takes a `**kwargs` as a sign that
-the model divides its loss by the accumulated batch itself; a model that does not would then train with gradients that are too large.
+Trainers look at it. transformers.Trainer drops the columns of a data set that `forward` does not name, and takes `**kwargs` as a sign
+that the model divides its loss by the accumulated batch itself; for one that does not, gradients would be too large.
 """
 
 from __future__ import annotations
