@@ -23,6 +23,7 @@ def test_the_names_are_there() -> None:
         "CheckpointManager", "LearningRate", "RunnerConfig", "TrainingRunner", "optimal_checkpoint_period",
         "average", "convert", "detect", "diff", "from_torch", "load", "save", "to_optimizer_state_dict", "to_state_dict", "verify",
         "CorruptFileError", "Entry", "Feed", "ResumableSampler", "Result", "Verification", "summarize",
+        "CSVLogger", "JSONLinesLogger", "MLflowLogger", "MetricsLogger", "WandbLogger",
     }  # fmt: skip
     assert expected <= set(toc.__all__)
     assert all(hasattr(toc, name) for name in toc.__all__)

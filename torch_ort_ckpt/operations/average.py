@@ -9,10 +9,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
-from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, same_number, same_tensor
 from ..catalog import AVERAGES
+from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, same_number, same_tensor
 from ..errors import CheckpointError, UnsupportedError
 from ..formats import load
 from ..formats.legacy.moments import own_step
@@ -165,9 +166,13 @@ class _Averager:
         if wide.is_complex:
             raise UnsupportedError(f"complex numbers have no {self.how}", field=name, remedy='Use how="mean".')
         rows = torch.stack([self.pieces.read(value, start, stop) for value in values])
-        if not exact and not _adds_up(rows.to(wide)):
+        if not exact and not _adds_up(rows if dtype.itemsize > 4 else rows.to(wide)):
             self._look_for_bad(name, values, start, stop)
-        kept = (rows if exact or dtype.itemsize > 2 else rows.to(wide)).sort(dim=0).values[self.cut : len(values) - self.cut]
+        low, high = self.cut, len(values) - self.cut - 1
+        table = (rows if exact or dtype.itemsize > 2 else rows.to(wide)).numpy()
+        if self.cut:  # a partition takes a fraction of the time of a sort, and more so along the last axis
+            table = np.partition(np.ascontiguousarray(table.T), (low, high), axis=1).T[low : high + 1]
+        kept = torch.from_numpy(np.ascontiguousarray(table))
         if len(kept) == 1:
             return kept[0].to(dtype)
         middle = kept.to(wide).mean(dim=0)

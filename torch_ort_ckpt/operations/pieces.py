@@ -70,7 +70,7 @@ class Pieces:
             return value.clone()
         for base, buffer in buffers:
             offset = value.data_ptr() - base
-            if 0 <= offset and offset + nbytes(value) <= buffer.size:
+            if offset >= 0 and offset + nbytes(value) <= buffer.size:
                 stand_in = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 self._located[id(stand_in)] = stand_in, _Located(buffer.path, buffer.origin, offset, value.dtype)
                 return stand_in
