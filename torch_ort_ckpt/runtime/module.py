@@ -88,6 +88,10 @@ class OrtModule(TrainingGraph):
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not self.engine.differentiable:
+            from .uncompiled import outside
+
+            return outside(self._run, args, kwargs)
         run: Callable[[], Any] = partial(self._run, args, kwargs)
         for scope in self._sharded_scopes():  # its parameters are gathered while its own forward runs
             run = partial(scope, run)
