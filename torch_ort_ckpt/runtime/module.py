@@ -7,9 +7,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..checkpoint.state import CheckpointState, OptimizerSpec
 from ..checkpoint.training_graph import TrainingGraph
@@ -26,13 +27,8 @@ from .dropout import DropoutSeeds
 from .inputs import ShapeCheck, ordered_inputs
 from .parameters import ParameterTable
 from .pretrained import load_folder, save_folder
-from .scopes import Scope, compute_values, set_own_attribute
+from .scopes import Scope, compute_values, set_own_attribute, tensor_lines
 from .signature import InputNames, shows_inputs
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from .optimizer import OrtOptimizer
 
 
 class OrtModule(TrainingGraph):
@@ -81,6 +77,9 @@ class OrtModule(TrainingGraph):
         self._table = ParameterTable(self.artifacts, self.artifacts.state)
         self._table.register(self, self.artifacts.state, self._engine, self._options.device)
         checkpoints.restore_position(self, self.artifacts.state, None)
+
+    def extra_repr(self) -> str:
+        return "\n".join([f"engine: {self._engine_name}", *(f"input {spec}" for spec in self.artifacts.inputs), *tensor_lines(self)])
 
     @shows_inputs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,16 +212,16 @@ class OrtModule(TrainingGraph):
 
     def checkpoint(
         self,
-        optimizer: OrtOptimizer | None = None,
+        optimizer: Optimizer | None = None,
         *,
         scheduler: Any = None,
         properties: Mapping[str, int | float | str] | None = None,
     ) -> CheckpointState:
-        """The whole training state. The tensors are not copied. Save it with `toc.save`."""
+        """The whole training state, with an `OrtOptimizer` or any of `torch.optim`. The tensors are not copied: save it (`toc.save`)."""
         return checkpoints.take(self, optimizer, scheduler, properties)
 
     def load_checkpoint(
-        self, state: CheckpointState | PathLike, optimizer: OrtOptimizer | None = None, *, scheduler: Any = None, strict: bool = True
+        self, state: CheckpointState | PathLike, optimizer: Optimizer | None = None, *, scheduler: Any = None, strict: bool = True
     ) -> None:
         """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's RNG position."""
         checkpoints.restore(self, state, optimizer, scheduler, strict=strict)
@@ -235,12 +234,13 @@ class OrtModule(TrainingGraph):
 
     def save_pretrained(self, folder: PathLike, *, overwrite: bool = False) -> None:
         """Write a folder as Hugging Face's libraries do: `model.safetensors`, `config.json`, and the graphs."""
-        save_folder(self, folder, overwrite=overwrite)
+        save_folder(folder, self.artifacts, self.checkpoint(), self._options.dimensions, overwrite=overwrite)
 
     @classmethod
-    def from_pretrained(cls, folder: PathLike, **options: Any) -> Self:
-        """The module that `save_pretrained` wrote. `options` are those of the constructor."""
-        return load_folder(cls, folder, **options)
+    def from_pretrained(cls, folder: PathLike, **options: Any) -> OrtModule:
+        """The module that `save_pretrained` wrote. `options` are those of the constructor, and win over those in the folder."""
+        artifacts, dimensions = load_folder(folder)
+        return cls(artifacts, **{"dimensions": dimensions, **options})
 
     def named_trainable(self) -> dict[str, torch.Tensor]:
         """The parameters the graph gives gradients for, in the order of `named_parameters()`."""

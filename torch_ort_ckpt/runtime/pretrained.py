@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import onnx
 
@@ -18,35 +19,37 @@ from ..graphs.description import load_model
 from ..storage.buffers import readable
 from ..storage.paths import PathLike, as_path
 
-if TYPE_CHECKING:
-    from .module import OrtModule
-
 WEIGHTS, CONFIG, KEY = "model.safetensors", "config.json", "torch_ort_ckpt"
 VERSION = 1
 
-_Module = TypeVar("_Module", bound="OrtModule")
 
-
-def save_folder(model: OrtModule, folder: PathLike, *, overwrite: bool) -> None:
+def save_folder(folder: PathLike, artifacts: Artifacts, state: CheckpointState, dimensions: Mapping[str, int], *, overwrite: bool) -> None:
     """Write the weights, the graphs and what builds the module again; all files appear at once."""
     place = as_path(folder)
-    artifacts = model.artifacts
     paths = dict(zip(MODELS, (artifacts.training_path, artifacts.eval_path, artifacts.optimizer_path), strict=True))
     graphs = {name: path for name, path in paths.items() if path is not None}
-    state = model.checkpoint()
     if state.nominal:
         raise CheckpointError("the parameters have no values yet", path=place, remedy="Call model.load_state_dict(...) first.")
     with pending_set(place, _owns, overwrite=overwrite) as pending:
         for name, path in graphs.items():
             _copy_graph(path, pending.path / (name + path.suffix))
         save(state, pending.path / WEIGHTS, format="safetensors")
-        content = _description(model, {name: name + path.suffix for name, path in graphs.items()})
+        content = {
+            "architectures": ["OrtModule"],
+            "model_type": "ort_module",
+            KEY: {
+                "version": VERSION,
+                "inputs": [str(spec) for spec in artifacts.inputs],
+                "trainable": list(state.trainable),
+                "dimensions": dict(dimensions),
+            },
+        }
         (pending.path / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         pending.commit([CONFIG, WEIGHTS, *(name + path.suffix for name, path in graphs.items())])
 
 
-def load_folder(kind: type[_Module], folder: PathLike, **options: Any) -> _Module:
-    """The module that `save_folder` wrote. `options` are the constructor's, and win over those in the folder."""
+def load_folder(folder: PathLike) -> tuple[Artifacts, dict[str, int]]:
+    """The artifacts that `save_folder` wrote, with their weights, and the dimensions that were fixed."""
     place = as_path(folder)
     with readable(folder):
         files = current_files(place)
@@ -60,7 +63,7 @@ def load_folder(kind: type[_Module], folder: PathLike, **options: Any) -> _Modul
     state.trainable = {name: value for name, value in values.items() if name in saved["trainable"]}
     state.frozen = {name: value for name, value in values.items() if name not in saved["trainable"]}
     artifacts = Artifacts.load(place, prefix="", checkpoint=_whole(state, saved, files[WEIGHTS]))
-    return kind(artifacts, **{"dimensions": saved["dimensions"] or None, **options})
+    return artifacts, saved["dimensions"]
 
 
 def _owns(name: str) -> bool:
@@ -72,21 +75,6 @@ def _copy_graph(source: Path, target: Path) -> None:
         onnx.save(load_model(source, weights=True), target)  # with what it may have in files beside it
     else:
         shutil.copyfile(source, target)
-
-
-def _description(model: OrtModule, graphs: dict[str, str]) -> dict[str, Any]:
-    artifacts = model.artifacts
-    return {
-        "architectures": [type(model).__name__],
-        "model_type": "ort_module",
-        KEY: {
-            "version": VERSION,
-            "graphs": graphs,
-            "inputs": [str(spec) for spec in artifacts.inputs],
-            "trainable": list(model.named_trainable()) or list(model.checkpoint().trainable),
-            "dimensions": dict(model.options.dimensions),
-        },
-    }
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class TensorBoardLogger:
             raise MissingDependencyError(
                 "log_dir needs tensorboard", field="log_dir", remedy="pip install 'torch-ort-ckpt[tensorboard]'"
             ) from error
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
