@@ -151,8 +151,9 @@ def test_what_users_may_touch_of_a_module_and_an_optimizer() -> None:
         return sorted(name for name in set(dir(kind)) - set(dir(base)) if not name.startswith("_"))
 
     assert own(toc.OrtModule, torch.nn.Module) == [
-        "checkpoint", "device", "draws", "engine", "export_inference", "fix_dimensions", "lazy_reset_grad", "load_checkpoint",
-        "named_tensors", "named_trainable", "nominal", "optimizer_spec", "options", "seed", "seed_dropout", "train_step",
+        "checkpoint", "device", "draws", "engine", "export_inference", "fix_dimensions", "from_pretrained", "lazy_reset_grad",
+        "load_checkpoint",
+        "named_tensors", "named_trainable", "nominal", "optimizer_spec", "options", "save_pretrained", "seed", "seed_dropout", "train_step",
     ]  # fmt: skip
     assert own(toc.OrtOptimizer, torch.optim.Optimizer) == [
         "checkpoint_step",
