@@ -27,7 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "huggingface": None if _found("transformers") and _found("accelerate") else "needs transformers and accelerate",
-        "flower": None if _found("flwr") else "needs flwr",
         "browser": None if find_chromium() else "needs chromium",
         "zoo": None if os.environ.get("TOC_ZOO") else "takes long: TOC_ZOO=1",
         "soak": None if os.environ.get("TOC_SOAK") else "takes long or much memory: tox -e soak",
