@@ -296,7 +296,7 @@ def from_torch(
     """A state that aliases the module's (or state dict's) tensors and the optimizer's moments.
 
     Of a module, parameters with `requires_grad` are trainable, other parameters and buffers frozen. A plain state dict does not say:
-    floating-point tensors count as trainable, unless `like` knows better. `like`, the state this training came from, also gives the
+    floating-point tensors count as trainable, unless `like` says otherwise. `like`, the state this training came from, also gives the
     names (matched as by `NameMap.match`), the transposes, element types, half-precision aliases, properties and groups to go back to.
     """
     tensors, trainable = _tensors_of(module_or_state_dict, optimizer)

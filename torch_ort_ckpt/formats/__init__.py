@@ -34,8 +34,8 @@ from ..checkpoint.names import check_aliases
 from ..checkpoint.properties import WORLD_RANK
 from ..checkpoint.selection import on_device, selected, usable_device
 from ..checkpoint.state import CheckpointState
-from ..errors import CheckpointError, MissingFileError, UnsupportedError
-from ..storage.buffers import readable
+from ..errors import CheckpointError, UnsupportedError
+from ..storage.buffers import opening, readable
 from ..storage.files import Progress, warn
 from ..storage.folders import surviving
 from ..storage.paths import PathLike, already_there, as_path
@@ -63,14 +63,8 @@ def detect(path: PathLike) -> str:
 
 def _detect(path: PathLike) -> str:
     place = _found(path)
-    try:
+    with opening(path, "file or folder"):
         mode = place.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingFileError("no such file or folder", path=path) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
-        ) from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a FIFO would wait for a writer
         raise CheckpointError("neither a regular file nor a folder", path=path, remedy="Copy its content to a file first.")
     if (name := _match(place)) is not None:

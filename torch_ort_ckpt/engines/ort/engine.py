@@ -281,5 +281,7 @@ def _fixed(spec: TensorSpec, parameter: TensorSpec, artifacts: Artifacts) -> tup
     """Type and shape of a gradient. Its shape is the parameter's, whatever ORT inferred for its buffer."""
     shape = tuple(size for size in parameter.shape or () if isinstance(size, int))
     if spec.dtype is None or parameter.shape is None or len(shape) != len(parameter.shape):
-        raise UnsupportedError("a gradient without a fixed shape", path=artifacts.training_path, field=spec.name)
+        raise UnsupportedError(
+            "a gradient without a fixed shape", path=artifacts.training_path, field=spec.name, remedy='Use engine="torch".'
+        )
     return spec.dtype, shape
