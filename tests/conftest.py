@@ -17,11 +17,16 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 
 
+def _found(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "ort": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime-training",
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
+        "huggingface": None if _found("transformers") and _found("accelerate") else "needs transformers and accelerate",
         "browser": None if find_chromium() else "needs chromium",
         "zoo": None if os.environ.get("TOC_ZOO") else "takes long: TOC_ZOO=1",
         "soak": None if os.environ.get("TOC_SOAK") else "takes long or much memory: tox -e soak",

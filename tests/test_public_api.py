@@ -23,6 +23,7 @@ def test_the_names_are_there() -> None:
         "CheckpointManager", "LearningRate", "RunnerConfig", "TrainingRunner", "optimal_checkpoint_period",
         "average", "convert", "detect", "diff", "from_torch", "load", "save", "to_optimizer_state_dict", "to_state_dict", "verify",
         "CorruptFileError", "Entry", "Feed", "ResumableSampler", "Result", "Verification", "summarize",
+        "CSVLogger", "JSONLinesLogger", "MLflowLogger", "MetricsLogger", "WandbLogger",
     }  # fmt: skip
     assert expected <= set(toc.__all__)
     assert all(hasattr(toc, name) for name in toc.__all__)
@@ -150,8 +151,9 @@ def test_what_users_may_touch_of_a_module_and_an_optimizer() -> None:
         return sorted(name for name in set(dir(kind)) - set(dir(base)) if not name.startswith("_"))
 
     assert own(toc.OrtModule, torch.nn.Module) == [
-        "checkpoint", "device", "draws", "engine", "export_inference", "fix_dimensions", "lazy_reset_grad", "load_checkpoint",
-        "named_tensors", "named_trainable", "nominal", "optimizer_spec", "options", "seed", "seed_dropout", "train_step",
+        "checkpoint", "device", "draws", "engine", "export_inference", "fix_dimensions", "from_pretrained", "lazy_reset_grad",
+        "load_checkpoint",
+        "named_tensors", "named_trainable", "nominal", "optimizer_spec", "options", "save_pretrained", "seed", "seed_dropout", "train_step",
     ]  # fmt: skip
     assert own(toc.OrtOptimizer, torch.optim.Optimizer) == [
         "checkpoint_step",

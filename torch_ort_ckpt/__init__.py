@@ -8,6 +8,7 @@ Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, to_
 Running them  OrtModule, OrtOptimizer, TrainingSession
 Training      TrainingRunner with RunnerConfig and LearningRate -> Result; CheckpointManager of Entry; Feed,
               ResumableSampler, optimal_checkpoint_period
+Metrics       MetricsLogger: CSVLogger, JSONLinesLogger, MLflowLogger, WandbLogger
 Problems      CheckpointError, CorruptFileError, CheckpointWarning
 
 `save` replaces an existing file, as torch.save does; everything else does so only with overwrite=True.
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and the documentation
     from .training.config import RunnerConfig
     from .training.entry import Entry
     from .training.feed import Feed
+    from .training.loggers import CSVLogger, JSONLinesLogger, MetricsLogger, MLflowLogger, WandbLogger
     from .training.manager import CheckpointManager
     from .training.runner import Result, TrainingRunner
     from .training.sampler import ResumableSampler
@@ -53,12 +55,16 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Artifacts": ".graphs.artifacts",
+    "CSVLogger": ".training.loggers",
     "CheckpointManager": ".training.manager",
     "CheckpointState": ".checkpoint.state",
     "DiffReport": ".operations.diff",
     "Entry": ".training.entry",
     "Feed": ".training.feed",
+    "JSONLinesLogger": ".training.loggers",
     "LearningRate": ".training.schedule",
+    "MLflowLogger": ".training.loggers",
+    "MetricsLogger": ".training.loggers",
     "NameMap": ".checkpoint.names",
     "OptimizerGroup": ".checkpoint.state",
     "OptimizerSpec": ".checkpoint.state",
@@ -72,6 +78,7 @@ _LAZY = {
     "TrainingRunner": ".training.runner",
     "TrainingSession": ".runtime.session",
     "Verification": ".operations.verify",
+    "WandbLogger": ".training.loggers",
     "average": ".operations.average",
     "convert": ".operations.convert",
     "detect": ".formats",
@@ -103,6 +110,7 @@ _RENAMED = {"Report": "DiffReport"}
 
 __all__ = [
     "Artifacts",
+    "CSVLogger",
     "CheckpointError",
     "CheckpointManager",
     "CheckpointState",
@@ -111,7 +119,10 @@ __all__ = [
     "DiffReport",
     "Entry",
     "Feed",
+    "JSONLinesLogger",
     "LearningRate",
+    "MLflowLogger",
+    "MetricsLogger",
     "NameMap",
     "OptimizerGroup",
     "OptimizerSpec",
@@ -125,6 +136,7 @@ __all__ = [
     "TrainingRunner",
     "TrainingSession",
     "Verification",
+    "WandbLogger",
     "average",
     "convert",
     "detect",

@@ -34,3 +34,6 @@ DTYPES: dict[int, str] = {
 FLOAT_DTYPES: dict[str, str] = {name: name for name in DTYPES.values() if "float" in name}
 FLOAT_DTYPES |= {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 """The floating-point types as a user may call them, and PyTorch's names."""
+
+AVERAGES: tuple[str, ...] = ("mean", "median", "trimmed")
+"""What `average(how=)` takes."""

@@ -227,7 +227,7 @@ def test_export(model: toc.OrtModule, batch: list[torch.Tensor]) -> None:
 def test_export_with_a_dynamic_batch(exported: Exported) -> None:
     model, batch = toc.OrtModule(exported("mlp")[0], engine="torch"), FAMILIES["mlp"].batch(3)
     size = torch.export.Dim("size", min=2, max=64)
-    program = torch.export.export(model, tuple(batch), dynamic_shapes={"args": ({0: size}, {0: size})})
+    program = torch.export.export(model, tuple(batch), dynamic_shapes={"input0": {0: size}, "labels": {0: size}})
     larger = [torch.cat([value, value, value]) for value in batch]
     torch.testing.assert_close(program.module()(*larger), model(*larger))
 

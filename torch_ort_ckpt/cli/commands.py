@@ -236,7 +236,7 @@ def run_average(options: argparse.Namespace) -> int:
     if not options.overwrite and exists(options.output):
         raise already_there(options.output)
     with progress_bar("averaging", sum(map(size_of, options.paths))) as advance:
-        state = average(options.paths, options.weights, skip_bad=options.skip_bad, progress=advance)
+        state = average(options.paths, options.weights, how=options.how, trim=options.trim, skip_bad=options.skip_bad, progress=advance)
     save(state, options.output, format=target, overwrite=options.overwrite, durable=not options.no_fsync, **more)
     print_line(f"{escaped(options.output)}: average of {len(options.paths)}, {contents(state)}")
     return 0

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from .. import __version__
-from ..catalog import FLOAT_DTYPES, FORMATS, WRITABLE
+from ..catalog import AVERAGES, FLOAT_DTYPES, FORMATS, WRITABLE
 from . import completion
 
 
@@ -117,6 +117,12 @@ def _add_average(subparsers: Any) -> None:
     parser.add_path("-o", "--output", required=True, metavar="DST")
     parser.add_argument(
         "--weights", type=_parse_weights, metavar="W,W,...", help="e.g. the number of samples behind each; default: all equal"
+    )
+    parser.add_argument(
+        "--how", choices=AVERAGES, default="mean", help="median and trimmed withstand a few wrong checkpoints; default: mean"
+    )
+    parser.add_argument(
+        "--trim", type=float, default=0.1, metavar="SHARE", help="of the checkpoints, left out at either end by trimmed; default: 0.1"
     )
     parser.add_argument("--skip-bad", action="store_true", help="leave out checkpoints with NaN or infinite values (else refused)")
     parser.add_argument("--to", choices=WRITABLE, help="format of DST, where the name does not say")

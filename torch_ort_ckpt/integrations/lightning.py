@@ -50,7 +50,20 @@ def classes(package: str) -> tuple[type, type]:
         plugins: Any = importlib.import_module(f"{PACKAGES[package]}.plugins.io")
     except ImportError as error:
         raise MissingDependencyError(f"{package} is not installed", remedy="pip install 'torch-ort-ckpt[lightning]'") from error
+    _teach_load_from_checkpoint(importlib.import_module(f"{PACKAGES[package]}.core.saving"))
     return _checkpoint_io(plugins), _callback(pl)
+
+
+def _teach_load_from_checkpoint(saving: Any) -> None:
+    """`LightningModule.load_from_checkpoint` opens the path itself, without the plugin: let it read our folders too."""
+    theirs: Any = saving.pl_load
+
+    @functools.wraps(theirs)
+    def pl_load(path: Any, map_location: Any = None, **options: Any) -> Any:
+        ours = isinstance(path, (str, os.PathLike)) and os.path.isfile(os.path.join(path, MANIFEST))
+        return read_lightning(Path(path), map_location) if ours else theirs(path, map_location=map_location, **options)
+
+    saving.pl_load = pl_load
 
 
 def _checkpoint_io(plugins: Any) -> type:
@@ -207,17 +220,37 @@ def _state_of(checkpoint: Mapping[str, Any], path: Path) -> CheckpointState:
     """Weights, and moments where the optimizer's parameters can be named; both stay in Lightning's dictionary as references."""
     state = CheckpointState(properties={key: int(checkpoint[key]) for key in ("epoch", "global_step") if key in checkpoint})
     known = checkpoint.get(KEY, {})
-    for name, value in checkpoint.get("state_dict", {}).items():
+    for name, value in _weights(checkpoint).items():
         if isinstance(value, torch.Tensor):
             learnt = name in known["trainable"] if known else value.is_floating_point()
             (state.trainable if learnt else state.frozen)[name] = value.detach()
-    optimizers = checkpoint.get("optimizer_states") or []
+    optimizers = checkpoint.get("optimizer_states") or [value for value in checkpoint.values() if _is_optimizer(value)]
     if len(optimizers) == 1 and optimizers[0].get("param_groups"):
         named = dict(enumerate(known["optimizer"])) if known else parameter_names(state, optimizers[0]) or {}
-        for number, group in enumerate(optimizers[0]["param_groups"] if all(named.values()) and named else ()):
+        told = bool(named) and all(name in state.trainable for name in named.values())
+        for number, group in enumerate(optimizers[0]["param_groups"] if told else ()):
             members = {named[index]: optimizers[0]["state"].get(index, {}) for index in group["params"]}
             state.optimizer[f"group{number}"] = group_from_torch(group, members)
     return state
+
+
+def _weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The Trainer's `state_dict`; of Fabric, which leaves the names to the user, every dictionary of tensors (several: with their keys)."""
+    if "state_dict" in checkpoint:
+        found: Mapping[str, Any] = checkpoint["state_dict"]
+        return found
+    modules = {key: value for key, value in checkpoint.items() if _is_state_dict(value)}
+    if len(modules) == 1:
+        return next(iter(modules.values()))
+    return {f"{key}.{name}": value for key, weights in modules.items() for name, value in weights.items()}
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
 def _unwrapped(optimizer: Any) -> Any:

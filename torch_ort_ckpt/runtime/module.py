@@ -26,7 +26,9 @@ from .delivery import Loop, through_computed
 from .dropout import DropoutSeeds
 from .inputs import ShapeCheck, ordered_inputs
 from .parameters import ParameterTable
+from .pretrained import load_folder, save_folder
 from .scopes import Scope, compute_values, set_own_attribute, tensor_lines
+from .signature import InputNames, shows_inputs
 
 
 class OrtModule(TrainingGraph):
@@ -37,6 +39,7 @@ class OrtModule(TrainingGraph):
 
     - `dimensions` fixes symbolic dimensions (`{"batch": 8}`); `threads` is ORT's thread count.
     - `seed` seeds dropout; defaults to `torch.initial_seed()`, so that `torch.manual_seed` controls it.
+    - `return_dict`: return the outputs by name, the loss as "loss", as transformers' models do.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class OrtModule(TrainingGraph):
         provider_options: Mapping[str, Any] | None = None,
         compile: bool = False,
         seed: int | None = None,
+        return_dict: bool = False,
     ) -> None:
         super().__init__()
         self.artifacts = artifacts if isinstance(artifacts, Artifacts) else Artifacts.load(artifacts)
@@ -63,6 +67,8 @@ class OrtModule(TrainingGraph):
             compile=compile,
         )
         self._engine_name = engine
+        self._return_dict = return_dict
+        self._input_names = InputNames([spec.name for spec in self.artifacts.inputs])
         self._engine: Engine | None = make(engine, self.artifacts, self._options)
         self._dropout = DropoutSeeds(seed)
         self._loop = Loop()
@@ -75,8 +81,16 @@ class OrtModule(TrainingGraph):
     def extra_repr(self) -> str:
         return "\n".join([f"engine: {self._engine_name}", *(f"input {spec}" for spec in self.artifacts.inputs), *tensor_lines(self)])
 
+    @shows_inputs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Inputs in the graph's order, by keyword, or as one mapping."""
+        """Inputs in the graph's order, by keyword, or as one mapping. The instance's signature names them."""
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not self.engine.differentiable:
+            from .uncompiled import outside
+
+            return outside(self._run, args, kwargs)
         run: Callable[[], Any] = partial(self._run, args, kwargs)
         for scope in self._sharded_scopes():  # its parameters are gathered while its own forward runs
             run = partial(scope, run)
@@ -94,6 +108,12 @@ class OrtModule(TrainingGraph):
         else:
             with torch.set_grad_enabled(engine.differentiable and torch.is_grad_enabled()):
                 outputs = engine.evaluate(inputs, tensors)
+        return self._result(outputs, training)
+
+    def _result(self, outputs: tuple[torch.Tensor, ...], training: bool) -> Any:
+        if self._return_dict:
+            specs = self.artifacts.outputs if training else self.artifacts.eval_outputs
+            return {"loss" if place == 0 else spec.name: value for place, (spec, value) in enumerate(zip(specs, outputs, strict=True))}
         return outputs[0] if len(outputs) == 1 else outputs
 
     @torch.enable_grad()
@@ -111,7 +131,7 @@ class OrtModule(TrainingGraph):
             self._table.count_batches()
             trained = self._table.trained(tensors)
             loop.deliver(*(through_computed(trained, gradients) if computed else (trained, gradients)))
-        return outputs[0] if len(outputs) == 1 else outputs
+        return self._result(outputs, training=True)
 
     def lazy_reset_grad(self) -> None:
         """The next `train_step` overwrites the gradients instead of adding to them (cheaper than setting each `.grad` to None)."""
@@ -211,6 +231,16 @@ class OrtModule(TrainingGraph):
         the loss too; without it the extra outputs are taken. An existing file is replaced only with `overwrite`."""
         self._table.require_values()
         export_inference(self.artifacts, self.named_tensors(), path, outputs, overwrite=overwrite)
+
+    def save_pretrained(self, folder: PathLike, *, overwrite: bool = False) -> None:
+        """Write a folder as Hugging Face's libraries do: `model.safetensors`, `config.json`, and the graphs."""
+        save_folder(folder, self.artifacts, self.checkpoint(), self._options.dimensions, overwrite=overwrite)
+
+    @classmethod
+    def from_pretrained(cls, folder: PathLike, **options: Any) -> OrtModule:
+        """The module that `save_pretrained` wrote. `options` are those of the constructor, and win over those in the folder."""
+        artifacts, dimensions = load_folder(folder)
+        return cls(artifacts, **{"dimensions": dimensions, **options})
 
     def named_trainable(self) -> dict[str, torch.Tensor]:
         """The parameters the graph gives gradients for, in the order of `named_parameters()`."""

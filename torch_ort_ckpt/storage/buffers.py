@@ -27,8 +27,8 @@ class FileBuffer:
         if sys.byteorder != "little":
             raise CheckpointError("checkpoints are little-endian and this machine is not", path=self.path)
         with open_file(self.path) as file:
-            self._origin = os.fstat(file.fileno())
-            self.size = self._origin.st_size
+            self.origin = os.fstat(file.fileno())
+            self.size = self.origin.st_size
             self._map: _mmap.mmap | None = None
             self.data: Any = bytearray()
             if mmap and self.size:
@@ -54,12 +54,21 @@ class FileBuffer:
             now = os.stat(self.path)
         except OSError:
             return True
-        return any(getattr(now, key) != getattr(self._origin, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
+        return not _same_file(now, self.origin)
 
     def release(self) -> None:
         """Let the kernel drop the pages read so far. Only for mappings that were never written to: changes would be lost."""
         if self._map is not None and hasattr(_mmap, "MADV_DONTNEED"):
             self._map.madvise(_mmap.MADV_DONTNEED)
+
+
+def read_range(path: str, offset: int, size: int, origin: os.stat_result) -> bytearray:
+    """Bytes of a file that must still be the one of `origin`."""
+    with open_file(path) as file:
+        if not _same_file(os.fstat(file.fileno()), origin):
+            raise CheckpointError("changed while it was being read", path=path, remedy="Run it again when nothing writes to the file.")
+        file.seek(offset)
+        return _read_all(file, size, path)
 
 
 def open_file(path: str) -> BinaryIO:
@@ -98,6 +107,10 @@ def readable(path: Any) -> Iterator[None]:
             path=error.filename if isinstance(error.filename, str) else path,
             remedy="Check the path and its permissions.",
         ) from error
+
+
+def _same_file(a: os.stat_result, b: os.stat_result) -> bool:
+    return all(getattr(a, key) == getattr(b, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
 
 
 def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:

@@ -1,4 +1,4 @@
-"""The output of a run: the progress bar of the first rank, TensorBoard, and the performance report."""
+"""The output of a run: the progress bar of the first rank, its loggers, and the performance report."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from ..errors import MissingDependencyError
 from ..storage.files import atomic_write, save_error
 from ..storage.paths import PathLike
 from .distributed import rank
+from .loggers import MetricsLogger, TensorBoardLogger
 
 
 class Bar:
@@ -44,37 +43,25 @@ class Bar:
 
 
 class Board:
-    """TensorBoard's event file, written by the first rank; does nothing without `log_dir`."""
+    """All loggers of a run, on the first rank; `log_dir` adds TensorBoard. Closes them all."""
 
-    def __init__(self, log_dir: PathLike | None) -> None:
-        self._writer: Any = None
-        if log_dir is None or rank() != 0:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingDependencyError(
-                "log_dir needs tensorboard", field="log_dir", remedy="pip install 'torch-ort-ckpt[tensorboard]'"
-            ) from error
-        self._writer = SummaryWriter(str(log_dir))
+    def __init__(self, log_dir: PathLike | None, loggers: Sequence[MetricsLogger] = ()) -> None:
+        first = rank() == 0
+        self._board = TensorBoardLogger(log_dir) if log_dir is not None and first else None
+        own = [self._board] if self._board is not None else []
+        self._loggers: list[MetricsLogger] = [*own, *(loggers if first else ())]
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+        for logger in self._loggers:
+            logger.log(step, values)
 
     def weights(self, step: int, model: nn.Module) -> None:
-        """Histogram and norm of every parameter."""
-        if self._writer is None:
-            return
-        for name, parameter in model.named_parameters():
-            value = parameter.detach()
-            self._writer.add_histogram(f"weights/{name}", value.cpu(), step)
-            self._writer.add_scalar(f"norms/{name}", torch.linalg.vector_norm(value).item(), step)
+        if self._board is not None:
+            self._board.log_weights(step, model)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        for logger in self._loggers:
+            logger.close()
 
 
 class Clock:

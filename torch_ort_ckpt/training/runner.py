@@ -24,6 +24,7 @@ from . import distributed
 from .config import RunnerConfig
 from .entry import MANIFEST, read_entry
 from .feed import Feed
+from .loggers import MetricsLogger
 from .manager import CheckpointManager
 from .reporting import PERFORMANCE, Bar, Board, Clock, write_performance
 from .sampler import sharded
@@ -76,6 +77,7 @@ class TrainingRunner:
     - `loss` computes the loss of a batch; by default the batch is the model's arguments and the model returns the loss (`OrtModule` does).
     - `metric` adds figures to the evaluation, `post_evaluation` is called with all of them, `callbacks` with every `Event`.
     - `scheduler` replaces `config.lr`; it steps after each weight update.
+    - `loggers` get the metrics, as TensorBoard does with `config.log_dir`: `CSVLogger`, `JSONLinesLogger`, ... or your own.
     - `export` writes the inference model at the end, for modules that can't themselves (`OrtModule` can).
 
     Under `torchrun` the process group is joined, the model is wrapped in DistributedDataParallel (unless it is sharded or wrapped
@@ -93,12 +95,13 @@ class TrainingRunner:
         post_evaluation: Callable[[dict[str, float], int], None] | None = None,
         scheduler: Any = None,
         callbacks: Sequence[Callable[[Event], None]] = (),
+        loggers: Sequence[MetricsLogger] = (),
         export: Callable[[nn.Module, Path], None] | None = None,
     ) -> None:
         self.config, self.optimizer = config, optimizer
         self._graph_optimizer = optimizer if isinstance(optimizer, GraphOptimizer) else None
         self._loss, self._metric, self._post_evaluation = loss or _direct, metric, post_evaluation
-        self._callbacks, self._export = list(callbacks), export
+        self._callbacks, self._loggers, self._export = list(callbacks), list(loggers), export
         inner = unwrap(model)
         if config.mapped_dimensions:
             _fix_dimensions(inner, config.mapped_dimensions)
@@ -123,7 +126,7 @@ class TrainingRunner:
         preempted, mode = False, StepMode.MODEL_UPDATE
         with contextlib.ExitStack() as stack:
             manager = stack.enter_context(self._manager()) if config.checkpoints_dir is not None else None
-            board = stack.enter_context(contextlib.closing(Board(config.log_dir)))
+            board = stack.enter_context(contextlib.closing(Board(config.log_dir, self._loggers)))
             resumed_from = self._start_from(manager)
             bar, clock = stack.enter_context(Bar(config.num_train_steps, config.progress_bar)), Clock()
             while self.step < config.num_train_steps:

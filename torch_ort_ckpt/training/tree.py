@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ _BUILD: dict[str, Callable[[list[Any]], Any]] = {
     "$tuple": tuple,
     "$set": set,
     "$bytes": lambda parts: base64.b64decode(parts[0], validate=True),
-    "$path": lambda parts: str(parts[0]),
+    "$path": lambda parts: Path(parts[0]),
     "$dtype": lambda parts: _dtype(parts[0]),
     "$device": lambda parts: torch.device(parts[0]),
     "$plain": lambda parts: parts[0],
