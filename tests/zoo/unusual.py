@@ -54,6 +54,8 @@ class Memory(nn.Module):
 class Retention(nn.Module):
     """Attention without softmax, with a decay for each head."""
 
+    decay: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.words, self.qkv, self.norm, self.head = nn.Embedding(64, 8), nn.Linear(8, 24), nn.GroupNorm(2, 8), nn.Linear(8, CLASSES)
