@@ -80,7 +80,7 @@ def translate(
     _rename(model, names)
     _widen_indices(model)
     _mark(model, padding)
-    remove_identity_transposes(model)
+    remove_identity_transposes(model)  # ONNX Runtime takes any Transpose before a Gemm for one that swaps rows and columns
     if optimize:
         apply(model, FASTER)  # while the graph still declares the shapes of its values
     model.ir_version = _IR_OF_OPSET.get(opset or OPSET, 10)
