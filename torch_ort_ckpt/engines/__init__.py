@@ -125,11 +125,9 @@ def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
 def why_not_ort(options: EngineOptions) -> str | None:
     """Why ONNX Runtime can't run here; None if it can."""
     if not importlib.util.find_spec("onnxruntime"):
-        return "onnxruntime-training is not installed"
-    if not importlib.util.find_spec("onnxruntime.training"):
-        return "the installed onnxruntime can't train"
+        return "onnxruntime is not installed"
     if options.device.type != "cpu" and options.device.type != "cuda":
-        return f"onnxruntime-training does not run on {options.device.type}"
+        return f"onnxruntime does not run on {options.device.type} here"
     return None
 
 
