@@ -255,4 +255,5 @@ def _fixed(spec: TensorSpec, parameter: TensorSpec, artifacts: Artifacts) -> tup
     shape = tuple(size for size in parameter.shape or () if isinstance(size, int))
     if spec.dtype is None or parameter.shape is None or len(shape) != len(parameter.shape):
         raise UnsupportedError("a gradient without a fixed shape", path=artifacts.training_path, field=spec.name)
-    return spec.dtype, shape
+    # The gradients of half-precision aliases are rebuilt for their masters.
+    return spec.dtype if installed().trains or parameter.dtype is None else parameter.dtype, shape

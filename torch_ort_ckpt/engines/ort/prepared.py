@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
+from ...errors import UnsupportedError
 from ...graphs.artifacts import Artifacts
 from ...graphs.description import ACCUMULATION_BUFFER, copy_of
 from ...graphs.limits import refuse_wrong
@@ -79,5 +80,12 @@ def _lowered(model: onnx.ModelProto, artifacts: Artifacts, options: EngineOption
     fix_dimensions(joint.model, options.dimensions)
     random = add_seed(joint.model)
     lower_versions(joint.model)
+    if lacking := [name for name in artifacts.trainable if name not in joint.gradients]:
+        raise UnsupportedError(
+            "the loss does not depend on this parameter, which the graph trains",
+            path=artifacts.training_path,
+            field=lacking[0],
+            remedy='Use engine="torch", or export the artifacts without it.',
+        )
     gradients = [joint.gradients[name] for name in artifacts.trainable]
     return Prepared(joint.model, gradients, joint.updates, labels, SEED if random else None)
