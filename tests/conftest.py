@@ -17,9 +17,19 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 
 
+def trains() -> bool:
+    """Whether a training build of onnxruntime is installed."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return False
+    from torch_ort_ckpt.engines.ort.build import installed
+
+    return installed().trains
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
-        "ort": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime-training",
+        "ort": None if trains() else "needs onnxruntime-training",
+        "ort_any": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime",
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "browser": None if find_chromium() else "needs chromium",

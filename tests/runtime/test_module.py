@@ -10,7 +10,7 @@ import torch_ort_ckpt as toc
 from tests.official import Official, artifact_folders, assert_same, batches, loads_officially
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 

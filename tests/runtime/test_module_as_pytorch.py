@@ -19,7 +19,7 @@ from tests.models import batch, exported, module
 from tests.official import assert_same
 from tests.runtime.gradients import assert_gradients, gradients, of_batch
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 
 def test_gradients_accumulate(model: toc.OrtModule) -> None:

@@ -16,7 +16,7 @@ from tests.models import batch, exported
 from tests.official import Official, assert_same, batches
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 NOMINAL = DATA / "fbv2_ort1_19_2_nominal"
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"

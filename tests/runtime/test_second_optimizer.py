@@ -15,7 +15,7 @@ from tests.official import Official, batches
 from tests.runtime.test_optimizer import ADAMW, SGD, train, with_optimizer
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 
 def moments(optimizer: toc.OrtOptimizer) -> float:

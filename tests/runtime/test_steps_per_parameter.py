@@ -13,7 +13,7 @@ import torch_ort_ckpt as toc
 from tests.official import Official, assert_same, batches
 from tests.runtime.test_optimizer import SGD, with_optimizer
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 LATE, FROZEN = "fc2.bias", "fc1.weight"
 

@@ -29,11 +29,6 @@ class Build:
     preloads: bool
     """Whether it can load CUDA's libraries from Python packages (`preload_dlls`, from 1.21)."""
 
-    @property
-    def number(self) -> tuple[int, ...]:
-        """Major and minor version."""
-        return tuple(int(part) for part in self.version.split(".")[:2] if part.isdecimal())
-
     def __str__(self) -> str:
         return f"onnxruntime{'-training' if self.trains else ''} {self.version}"
 
@@ -50,9 +45,14 @@ def installed() -> Build:
         dlpack=hasattr(native.OrtValue, "from_dlpack") and hasattr(native.OrtValue, "to_dlpack"),
         preloads=hasattr(onnxruntime, "preload_dlls"),
     )
-    if not found.trains and found.number < OLDEST:
+    if not found.trains and version_number(found.version) < OLDEST:
         raise MissingDependencyError(
             f"{found} is too old: training on a stock build works from {'.'.join(map(str, OLDEST))} on",
             remedy='pip install --upgrade onnxruntime, or use engine="torch".',
         )
     return found
+
+
+def version_number(version: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())

@@ -56,7 +56,10 @@ class OrtEngine:
             raise UnsupportedError(f"ONNX Runtime runs on cpu and cuda, not on {options.device}", remedy='Use engine="torch".')
         self.prefers_adjacent_parameters = options.device.type == "cpu"
         self.runs_optimizer_graph = runs_on(options.device)
-        import_onnxruntime()
+        self.reason = str(installed())
+
+    def __repr__(self) -> str:
+        return f"engine ort ({self.reason})"
 
     def input_specs(self, parameters: Tensors) -> list[TensorSpec]:
         return self.artifacts.inputs
