@@ -48,6 +48,7 @@ def test_a_checkpoint_is_the_live_memory_with_ort_s_names(tmp_path: Path) -> Non
     assert toc.load(tmp_path / "checkpoint") == state
 
 
+@pytest.mark.ort
 def test_ort_continues_what_started_here_and_the_other_way_round(tmp_path: Path) -> None:
     artifacts = toc.Artifacts.load(ADAMW)
     data = batches(artifacts, 15)

@@ -26,6 +26,7 @@ def model(artifacts: toc.Artifacts) -> toc.OrtModule:
 
 
 @pytest.mark.parametrize("name", artifact_folders())
+@pytest.mark.ort
 def test_loss_gradients_and_evaluation_equal_the_official_api(name: str, tmp_path: Path) -> None:
     artifacts = toc.Artifacts.load(DATA / name)
     if artifacts.state.nominal:

@@ -184,6 +184,7 @@ def test_gradients_of_inputs_are_refused_with_a_reason(model: toc.OrtModule) -> 
         model(x, y)
 
 
+@pytest.mark.ort
 def test_gradients_of_inputs_that_the_graph_provides(tmp_path: Path) -> None:
     source = exported("mlp", "torchscript").folder
     for name in ("eval_model.onnx", "checkpoint"):

@@ -16,7 +16,7 @@ import torch_ort_ckpt as toc
 from tests.models import exported
 from torch_ort_ckpt.runtime.scopes import Scope
 
-pytestmark = pytest.mark.ort_any
+pytestmark = pytest.mark.ort
 
 
 def clashing() -> list[str]:

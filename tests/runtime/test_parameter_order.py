@@ -16,7 +16,7 @@ import torch_ort_ckpt as toc
 from tests.official import Official, assert_same
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort_any
+pytestmark = pytest.mark.ort
 
 
 class Shuffled(nn.Module):

@@ -87,3 +87,11 @@ def test_the_version_is_the_package_s_own(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert build.version_number(build.installed().version) == tuple(map(int, onnxruntime.__version__.split(".")[:2]))
     assert str(pretend(monkeypatch, trains=True, version="1.19.2")) == "onnxruntime-training 1.19.2"
+
+
+def test_gradients_are_rebuilt_where_autograd_is_off() -> None:
+    """`train_step` is the first to need the training graph, and it runs without autograd."""
+    model = toc.OrtModule(DATA / "fbv2_ort1_19_2_initial", engine="ort")
+    with torch.inference_mode():
+        model.train_step(torch.zeros(4, 12), torch.zeros(4, dtype=torch.int64))
+    assert all(parameter.grad is not None for parameter in model.named_trainable().values())

@@ -18,6 +18,7 @@ from ...cuda.devices import check
 from ...cuda.kernels import fallbacks
 from ...cuda.provider import flag_device
 from ...cuda.streams import Lane
+from ...dtypes import TORCH_FROM_ONNX
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs.artifacts import Artifacts
 from ...graphs.description import ACCUMULATION_BUFFER, ACCUMULATION_OUTPUT, LAZY_RESET, TensorSpec, all_nodes, model_bytes
@@ -181,6 +182,9 @@ class _TrainingGraph(GraphSession):
             prepared = training_graph(artifacts.training, artifacts, options)
             self.gradients, self.written, self.labels, self.seed = prepared.gradients, prepared.written, prepared.labels, prepared.seed
             graph = prepared.model.graph
+            # A gradient that was rebuilt is its parameter's; one that the graph has may be that of a half-precision alias.
+            types = {value.name: TORCH_FROM_ONNX[value.type.tensor_type.elem_type] for value in graph.output}
+            self.gradient_specs = [(types[name], shape) for name, (_, shape) in zip(self.gradients, self.gradient_specs, strict=True)]
             source = model_bytes(prepared.model, artifacts.training_path)
             super().__init__(source, artifacts, options, {value.name for value in graph.input}, lane)
             if lane is not None and (names := fallbacks((node.domain, node.op_type) for node in all_nodes(graph))):
@@ -258,5 +262,4 @@ def _fixed(spec: TensorSpec, parameter: TensorSpec, artifacts: Artifacts) -> tup
     shape = tuple(size for size in parameter.shape or () if isinstance(size, int))
     if spec.dtype is None or parameter.shape is None or len(shape) != len(parameter.shape):
         raise UnsupportedError("a gradient without a fixed shape", path=artifacts.training_path, field=spec.name)
-    # The gradients of half-precision aliases are rebuilt for their masters.
-    return spec.dtype if installed().trains or parameter.dtype is None else parameter.dtype, shape
+    return spec.dtype, shape

@@ -80,12 +80,13 @@ def _lowered(model: onnx.ModelProto, artifacts: Artifacts, options: EngineOption
     fix_dimensions(joint.model, options.dimensions)
     random = add_seed(joint.model)
     lower_versions(joint.model)
-    if lacking := [name for name in artifacts.trainable if name not in joint.gradients]:
+    found = {artifacts.aliases.get(name, name): gradient for name, gradient in joint.gradients.items()}
+    if lacking := [name for name in artifacts.trainable if name not in found]:
         raise UnsupportedError(
             "the loss does not depend on this parameter, which the graph trains",
             path=artifacts.training_path,
             field=lacking[0],
             remedy='Use engine="torch", or export the artifacts without it.',
         )
-    gradients = [joint.gradients[name] for name in artifacts.trainable]
+    gradients = [found[name] for name in artifacts.trainable]
     return Prepared(joint.model, gradients, joint.updates, labels, SEED if random else None)

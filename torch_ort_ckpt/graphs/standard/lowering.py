@@ -11,6 +11,7 @@ import logging
 from weakref import WeakKeyDictionary
 
 import onnx
+import torch
 
 from ...errors import MissingFileError, UnsupportedError
 from ..artifacts import Artifacts
@@ -47,7 +48,8 @@ def _rebuilt(artifacts: Artifacts) -> onnx.ModelProto:
 
     if artifacts not in _REBUILT:
         logger.info("building the gradients again, which ONNX Runtime made with operators of its training builds")
-        model, changed = training_model(rebuilt(artifacts).graph, list(artifacts.parameters))
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may be in no_grad, and PyTorch is to differentiate
+            model, changed = training_model(rebuilt(artifacts).graph, list(artifacts.parameters))
         if changed:
             raise UnsupportedError(
                 "a step changes this buffer of whole numbers, which the graph reads too", field=min(changed), remedy='Use engine="torch".'
