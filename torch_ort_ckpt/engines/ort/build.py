@@ -26,8 +26,6 @@ class Build:
     """Whether it has the training operators."""
     dlpack: bool
     """Whether its OrtValues take and give DLPack: training builds, and every build from 1.21. Others share memory by its address."""
-    preloads: bool
-    """Whether it can load CUDA's libraries from Python packages (`preload_dlls`, from 1.21)."""
 
     def __str__(self) -> str:
         return f"onnxruntime{'-training' if self.trains else ''} {self.version}"
@@ -43,7 +41,6 @@ def installed() -> Build:
         version=str(onnxruntime.__version__),
         trains=hasattr(native, "Module") and hasattr(native, "Optimizer"),
         dlpack=hasattr(native.OrtValue, "from_dlpack") and hasattr(native.OrtValue, "to_dlpack"),
-        preloads=hasattr(onnxruntime, "preload_dlls"),
     )
     if not found.trains and version_number(found.version) < OLDEST:
         raise MissingDependencyError(

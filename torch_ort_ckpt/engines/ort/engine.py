@@ -16,7 +16,7 @@ import torch
 
 from ...cuda.devices import check
 from ...cuda.kernels import fallbacks
-from ...cuda.provider import flag_device
+from ...cuda.provider import flag_device, load_libraries
 from ...cuda.streams import Lane
 from ...dtypes import TORCH_FROM_ONNX
 from ...errors import MissingFileError, UnsupportedError
@@ -43,6 +43,7 @@ class OrtEngine:
     differentiable = False
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
+        import_onnxruntime()
         self.artifacts, self.options = artifacts, options
         self._lock = threading.RLock()
         self._training: _TrainingGraph | None = None
@@ -51,6 +52,12 @@ class OrtEngine:
         self._lane: Lane | None = None
         if options.device.type == "cuda":
             device = check(options.device, import_onnxruntime().get_available_providers())
+            if not installed().dlpack:
+                raise UnsupportedError(
+                    f"{installed()} can't share CUDA tensors with PyTorch: stock builds have DLPack from 1.21 on",
+                    remedy="pip install --upgrade onnxruntime-gpu",
+                )
+            load_libraries(import_onnxruntime())
             self.options = dataclasses.replace(options, device=device)
             self._lane = Lane(device, 'Use engine="torch", or call the model outside the capture.')
         elif options.device.type != "cpu":
