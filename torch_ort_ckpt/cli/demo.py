@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dict
+from ..engines.ort.build import installed
 from ..errors import CheckpointError, MissingDependencyError
 from ..formats import load, save
 from ..graphs.export import export_artifacts
@@ -40,9 +41,9 @@ def demo(folder: Path, overwrite: bool = False) -> Iterator[Row]:
         raise CheckpointError(
             f"holds {', '.join(found)} already", path=folder, remedy="Pass --overwrite to replace the files, or choose another folder."
         )
-    if importlib.util.find_spec("onnxruntime") is None:
+    if importlib.util.find_spec("onnxruntime") is None or not installed().trains:
         raise MissingDependencyError(
-            "the demo trains with ONNX Runtime, which is not installed",
+            "the demo trains with ONNX Runtime's training API, which is not installed",
             remedy="pip install 'torch-ort-ckpt[ort]' (Python 3.12 or older). `torch-ort-ckpt doctor` shows what works here.",
         )
     model = network()

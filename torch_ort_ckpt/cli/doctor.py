@@ -164,9 +164,7 @@ def auto_engine(facts: dict[str, Any] | None, ort: Check) -> Check:
         return Check("engines", "auto", WORKS, f"torch: {ort.detail}")
     if facts["trains"]:
         return Check("engines", "auto", WORKS, "ort: a training build runs every artifact as it is")
-    detail = (
-        "ort for artifacts that export_artifacts made; torch for those that ONNX Runtime made, whose gradients a stock build must rebuild"
-    )
+    detail = "ort for artifacts of export_artifacts; torch for those that ONNX Runtime made, whose gradients a stock build would rebuild"
     return Check("engines", "auto", WORKS, detail)
 
 
