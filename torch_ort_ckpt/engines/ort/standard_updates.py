@@ -46,23 +46,27 @@ class StandardRun:
 
     def apply(self, update: Update) -> bool:
         addresses = self._roles.addresses(update)
+        values = list(scalar_values(self._spec, update.lr, update.step).values())
+        if self._lane is None:
+            if (found := self._bound_to(addresses, update)) is not None:
+                self._scalars[:] = values
+                found[0].run_with_iobinding(found[1], None)
+            return True
+        with self._lane.ordered():
+            if (found := self._bound_to(addresses, update)) is not None:
+                session, io, names = found
+                # Pinned memory is copied without a wait; PyTorch keeps it until the copy is done.
+                scalars = torch.tensor(values, dtype=torch.float32, pin_memory=True).to(self._device, non_blocking=True)
+                self._bind_scalars(io, names, scalars.data_ptr())
+                session.run_with_iobinding(io, None if self._lane.synchronises() else self._without_wait)
+        return True
+
+    def _bound_to(self, addresses: Addresses, update: Update) -> tuple[Any, Any, list[str]] | None:
+        """Session, binding and names of its inputs; None if there is nothing in the tensors."""
         if addresses != self._bound:
             self._current = self._binding(addresses, update)
             self._bound = addresses
-        if self._current is None:  # there is nothing in the tensors
-            return True
-        session, io, names = self._current
-        values = scalar_values(self._spec, update.lr, update.step)
-        if self._lane is None:
-            self._scalars[:] = list(values.values())
-            session.run_with_iobinding(io, None)
-            return True
-        with self._lane.ordered():
-            # Pinned memory is copied without a wait; PyTorch keeps it until the copy is done.
-            scalars = torch.tensor(list(values.values()), dtype=torch.float32, pin_memory=True).to(self._device, non_blocking=True)
-            self._bind_scalars(io, names, scalars.data_ptr())
-            session.run_with_iobinding(io, None if self._lane.synchronises() else self._without_wait)
-        return True
+        return self._current
 
     def _binding(self, addresses: Addresses, update: Update) -> tuple[Any, Any, list[str]] | None:
         key = tuple(map(tuple, addresses))
@@ -80,7 +84,8 @@ class StandardRun:
 
         session, names = self._session(tuple(size for _, size in found[PARAMETERS]))
         io, device = ort.SessionIOBinding(session._sess), ort_device(self._device)
-        self._bind_scalars(io, names, self._scalars.ctypes.data)
+        if self._lane is None:
+            self._bind_scalars(io, names, self._scalars.ctypes.data)
         for role, pieces in found.items():
             for index, (address, size) in enumerate(pieces):
                 name = f"g{index}" if role == GRADIENTS else f"p{index}{self._suffixes[role]}"

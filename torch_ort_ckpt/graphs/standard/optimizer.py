@@ -8,7 +8,7 @@ that writes `X.new`, or is that node, and then it works element by element.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
 from onnx import TensorProto, helper
@@ -39,7 +39,10 @@ def update_model(spec: OptimizerSpec, sizes: Sequence[int], joined: int = JOINED
         gradients = clipped(graph, gradients, spec.max_norm, written)
         results |= {written[name]: shape for name, shape in shapes.items()}
     add_update(graph, plain, shapes, gradients, joined=joined, scalars=scalars)
-    values = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in side.items()] for side in (inputs, results)]
-    made = helper.make_graph(graph.nodes, "update", *values, graph.constants)
+    made = helper.make_graph(graph.nodes, "update", _values(inputs), _values(results), graph.constants)
     opsets = [helper.make_opsetid("", _OPSET)]
     return helper.make_model(made, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="torch_ort_ckpt")
+
+
+def _values(shapes: Mapping[str, tuple[int, ...]]) -> list[onnx.ValueInfoProto]:
+    return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
