@@ -253,7 +253,12 @@ def ort_cuda(facts: dict[str, Any], device: bool) -> Check:
         swap = f"pip uninstall -y {' '.join(_distributions())} && {_pip(extra)}" if device else None
         return Check("cuda", "onnxruntime", ABSENT, detail, swap)
     if facts["cuda"] is None:
-        return Check("cuda", "onnxruntime", WORKS, "the CUDA provider and its libraries load")
+        return Check(
+            "cuda",
+            "onnxruntime",
+            WORKS,
+            "the CUDA provider loads; `inspect` on artifacts names the nodes it runs on the CPU",
+        )
     wanted = "CUDA 12 or 13 and cuDNN 9 for onnxruntime-gpu" if facts.get("trains") is False else _LAST_TRAINING
     fix = f"install {wanted}, and add their folders to LD_LIBRARY_PATH"
     return Check("cuda", "onnxruntime", PROBLEM if device else ABSENT, f"the CUDA provider does not load: {facts['cuda']}", fix)

@@ -6,6 +6,7 @@ is safe). What depends on rate and step alone is computed here: a dozen scalar n
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from ...checkpoint.state import OptimizerSpec
-from ...cuda.provider import run_options
+from ...cuda.provider import Runs
 from ...cuda.streams import Lane
 from ...graphs.onnxruntime_package import import_onnxruntime
 from ...graphs.optimizer import FIRST_MOMENTS, GRADIENTS, PARAMETERS, SECOND_MOMENTS
@@ -33,12 +34,12 @@ class StandardRun:
 
     def __init__(self, spec: OptimizerSpec, options: EngineOptions, lane: Lane | None) -> None:
         self._spec, self._options, self._lane = spec, options, lane
-        self._without_wait = run_options(import_onnxruntime()) if lane is not None else None
         self._device = options.device if lane is None else lane.device
         kinds = moments_of(spec)
         self._suffixes = {PARAMETERS: "", **{role: f".{kind}" for role, kind in zip(_MOMENTS, kinds, strict=False)}}
         self._roles = Roles([GRADIENTS, *self._suffixes], lambda own: [piece for piece in own if piece[1]], self._device)
         self._sessions: dict[tuple[int, ...], tuple[Any, list[str]]] = {}
+        self._runs: dict[int, Runs] = {}
         self._bindings: dict[tuple[tuple[int, ...], ...], tuple[Any, Any, list[str]]] = {}
         self._bound: Addresses = []
         self._current: tuple[Any, Any, list[str]] | None = None
@@ -58,7 +59,7 @@ class StandardRun:
                 # Pinned memory is copied without a wait; PyTorch keeps it until the copy is done.
                 scalars = torch.tensor(values, dtype=torch.float32, pin_memory=True).to(self._device, non_blocking=True)
                 self._bind_scalars(io, names, scalars.data_ptr())
-                session.run_with_iobinding(io, None if self._lane.synchronises() else self._without_wait)
+                session.run_with_iobinding(io, self._runs[id(session)].options())
         return True
 
     def _bound_to(self, addresses: Addresses, update: Update) -> tuple[Any, Any, list[str]] | None:
@@ -104,7 +105,22 @@ class StandardRun:
     def _session(self, sizes: tuple[int, ...]) -> tuple[Any, list[str]]:
         if sizes not in self._sessions:
             if len(self._sessions) >= 16:
-                self._sessions.clear()
+                self._let_go()
             session = make_session(update_model(self._spec, sizes).SerializeToString(), self._options, self._lane)
+            if self._lane is not None:
+                self._runs[id(session._sess)] = Runs(import_onnxruntime())
             self._sessions[sizes] = session, [value.name for value in session.get_inputs()]
         return self._sessions[sizes]
+
+    def _let_go(self) -> None:
+        """Drop every session: on CUDA that frees memory, which sets the current device."""
+        with self._lane.current_device() if self._lane is not None else contextlib.nullcontext():
+            self._current = None
+            self._bound = []
+            self._bindings.clear()
+            self._sessions.clear()
+            self._runs.clear()
+
+    def __del__(self) -> None:
+        if getattr(self, "_lane", None) is not None:
+            self._let_go()
