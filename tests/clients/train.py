@@ -32,11 +32,8 @@ def loss_of(found: Any) -> float:
 
 
 def copy_back(module: Any, buffer: Any) -> None:
-    """1.16's Python API hands its own wrapper to the extension, which takes only what is inside: the call never worked there."""
-    try:
-        module.copy_buffer_to_parameters(buffer, trainable_only=True)
-    except TypeError:
-        module._model.copy_buffer_to_parameters(buffer._ortvalue, True)
+    """The Python API hands its own wrapper to the extension, which takes only what is inside it."""
+    module.copy_buffer_to_parameters(buffer._ortvalue, trainable_only=True)
 
 
 def main(folder: str) -> None:
