@@ -68,7 +68,6 @@ def write(folder: Path, name: str, optimizer: str, for_ort: str | None) -> None:
     twin.eval()
     output = twin(batches[0][0]).detach()
     floats = [*module.parameters(), *(value for value in module.buffers() if value.is_floating_point())]
-    counters = [value for value in module.buffers() if not value.is_floating_point()] if for_ort not in ("1.16", "1.17") else []
     values: dict[str, Any] = {
         f"{key}{place}": value.numpy() for place, batch in enumerate(batches) for key, value in zip(("x", "labels"), batch, strict=True)
     }
@@ -80,7 +79,7 @@ def write(folder: Path, name: str, optimizer: str, for_ort: str | None) -> None:
         eval=function(output, batches[0][1]).item(),
         output=output.numpy(),
         trainable=sum(value.numel() for value in module.parameters()),
-        floats=sum(value.numel() for value in [*floats, *counters]),
+        floats=sum(value.numel() for value in floats),
         **values,
     )
 
