@@ -63,7 +63,8 @@ class Pairs(torch.nn.Module):
 def test_a_batch_has_equal_sizes_where_the_graph_needs_them() -> None:
     module = Pairs()
     x, y = batch_of([spec("x", torch.float32, "n", 3), spec("y", torch.int64, "m")], module)
-    assert x.shape[0] == y.shape[0] and x.shape[1] == 3
+    assert x.shape[0] == y.shape[0]
+    assert x.shape[1] == 3
     assert torch.equal(module.seen, torch.zeros(3))
     np.testing.assert_array_equal(y.numpy(), 0)
 

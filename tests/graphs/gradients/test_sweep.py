@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from .sweep import functions, losses, modules
+from .sweep.built import worst_difference
 from .sweep.case import Case
 from .sweep.onnx_joint import compare
 
@@ -37,6 +38,11 @@ def test_a_few_cases(case):
     assert compare(case).worst < 1e-4
 
 
+@pytest.mark.parametrize("case", _named(ORDINARY[:4]))
+def test_a_few_cases_through_the_export(case):
+    assert worst_difference(case) < 1e-4
+
+
 def test_fast_forms():
     names = ("MaxPool2d", "Conv2d grouped", "ReLU")
     for case in CASES:
@@ -48,6 +54,12 @@ def test_fast_forms():
 @pytest.mark.parametrize("case", _named([case for case in CASES if not case.ordinary and case.name not in REFUSED]))
 def test_every_case(case):
     assert compare(case).worst < 1e-4
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("case", _named([case for case in CASES if case.name not in REFUSED]))
+def test_every_case_through_the_export(case):
+    assert worst_difference(case) < 1e-4
 
 
 @pytest.mark.zoo

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import CheckpointError, UnsupportedError
 from .averaging_norm import use_tensors
+from .decompositions import while_exporting
 from .private_export import noting_fixed_sizes
 from .where import first_line, line_of_error
 from .with_loss import Example, WithLoss
@@ -99,7 +100,7 @@ def freeze_unused(wrapped: WithLoss, values: Sequence[torch.Tensor]) -> list[str
 def capture(wrapped: WithLoss, values: Sequence[torch.Tensor], dynamic: Dynamic) -> Captured:
     """The graph of loss and outputs, not yet decomposed."""
     shapes = [dict.fromkeys(dynamic.get(name, {}), Dim.AUTO) for name in wrapped.names]
-    with _unchanged(wrapped), quiet(), sdpa_kernel(SDPBackend.MATH), noting_fixed_sizes() as fixed:
+    with _unchanged(wrapped), quiet(), sdpa_kernel(SDPBackend.MATH), while_exporting(), noting_fixed_sizes() as fixed:
         try:
             program = torch.export.export(wrapped, tuple(values), dynamic_shapes=(tuple(shapes),), strict=False)
         except CheckpointError:

@@ -45,7 +45,7 @@ def rebuilt(
         raise MissingFileError("no training_model", path=artifacts.folder, remedy="Export the artifacts with one.")
     if artifacts.training is None:
         raise UnsupportedError("only ONNX Runtime reads .ort models", path=artifacts.training_path, remedy="Keep training_model.onnx.")
-    module = to_torch_module(artifacts)
+    module = forward_module(artifacts)
     inputs = [spec.name for spec in artifacts.inputs]
     values = batch_of(artifacts.inputs, module) if example_inputs is None else list(example_inputs)
     if len(values) != len(inputs):
@@ -72,6 +72,15 @@ def rebuilt(
     if evaluation is not None:
         _copy_labels(graph.model, evaluation)
     return Gradients(graph, found.program, evaluation, found.trainable, found.states)
+
+
+def forward_module(artifacts: Artifacts, outputs: Sequence[str] | None = None) -> nn.Module:
+    """The graphs as a module whose state is that of the artifacts: constants of the graph are no part of it."""
+    module = to_torch_module(artifacts, outputs=outputs)
+    for name in [name for name in module._buffers if name not in artifacts.parameters]:
+        value = module._buffers.pop(name)
+        module.register_buffer(name, value, persistent=False)
+    return module
 
 
 def argument_names(module: nn.Module) -> list[str]:
