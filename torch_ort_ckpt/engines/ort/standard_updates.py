@@ -47,20 +47,22 @@ class StandardRun:
 
     def apply(self, update: Update) -> bool:
         addresses = self._roles.addresses(update)
-        values = list(scalar_values(self._spec, update.lr, update.step).values())
         if self._lane is None:
             if (found := self._bound_to(addresses, update)) is not None:
-                self._scalars[:] = values
+                self._scalars[:] = self._values(update)
                 found[0].run_with_iobinding(found[1], None)
             return True
         with self._lane.ordered():
             if (found := self._bound_to(addresses, update)) is not None:
                 session, io, names = found
                 # Pinned memory is copied without a wait; PyTorch keeps it until the copy is done.
-                scalars = torch.tensor(values, dtype=torch.float32, pin_memory=True).to(self._device, non_blocking=True)
+                scalars = torch.tensor(self._values(update), dtype=torch.float32, pin_memory=True).to(self._device, non_blocking=True)
                 self._bind_scalars(io, names, scalars.data_ptr())
                 session.run_with_iobinding(io, self._runs[id(session)].options())
         return True
+
+    def _values(self, update: Update) -> list[float]:
+        return list(scalar_values(self._spec, update.lr, update.step).values())
 
     def _bound_to(self, addresses: Addresses, update: Update) -> tuple[Any, Any, list[str]] | None:
         """Session, binding and names of its inputs; None if there is nothing in the tensors."""
