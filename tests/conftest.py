@@ -21,9 +21,19 @@ def _found(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def trains() -> bool:
+    """Whether a training build of onnxruntime is installed."""
+    if not _found("onnxruntime"):
+        return False
+    from torch_ort_ckpt.engines.ort.build import installed
+
+    return installed().trains
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
-        "ort": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime-training",
+        "ort": None if trains() else "needs onnxruntime-training",
+        "ort_any": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime",
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "huggingface": None if _found("transformers") and _found("accelerate") else "needs transformers and accelerate",

@@ -122,7 +122,7 @@ def test_a_foreign_safetensors_file_has_nothing_to_repair(tmp_path: Path) -> Non
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_onnx_runtime_is_for_the_cpu_and_cuda(device: str) -> None:
     assert why_not_ort(EngineOptions()) is None
-    assert why_not_ort(EngineOptions(torch.device(device))) == f"onnxruntime-training does not run on {device}"
+    assert why_not_ort(EngineOptions(torch.device(device))) == f"onnxruntime does not run on {device} here"
 
 
 def test_an_unknown_format_of_a_lightning_checkpoint_is_refused() -> None:

@@ -112,7 +112,9 @@ def test_a_package_that_kills_the_process_is_survived(tmp_path: Path) -> None:
         (None, doctor.ABSENT, "not installed"),
         ({"error": "ImportError: no"}, doctor.PROBLEM, "ImportError: no"),
         ({"result": [0.0, 0.0], "version": "1"}, doctor.PROBLEM, "1 + 1 gives"),
-        ({"result": [2.0, 2.0], "version": "1.20", "error": "No module named 'onnxruntime.training'"}, doctor.PROBLEM, "can't train"),
+        ({"result": [2.0, 2.0], "version": "1.19.2", "error": "No module named 'onnxruntime.training'"}, doctor.PROBLEM, "can't train"),
+        ({"result": [2.0, 2.0], "version": "1.10.0", "trains": False, "providers": ["CPU"]}, doctor.PROBLEM, "too old"),
+        ({"result": [2.0, 2.0], "version": "1.31.1", "trains": False, "providers": ["CPU"]}, doctor.WORKS, "a stock build"),
         ({"result": [2.0, 2.0], "version": "1.19.2", "trains": True, "providers": ["CPU"]}, doctor.WORKS, "1.19.2"),
     ],
 )
@@ -121,6 +123,22 @@ def test_what_the_trial_says_about_the_engine(facts: dict[str, Any] | None, stat
     assert check.status == status
     assert part in check.detail
     assert (check.fix is None) == (status == doctor.WORKS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        (None, "torch: ONNX Runtime is not installed"),
+        ({"trains": True}, "ort: a training build"),
+        ({"trains": False}, "ort for artifacts of"),
+    ],
+)
+def test_what_auto_takes_is_said(facts: dict[str, Any] | None, part: str) -> None:
+    if facts is not None:
+        facts |= {"result": [2.0, 2.0], "version": "1.31.1", "providers": ["CPU"]}
+    check = doctor.auto_engine(facts, doctor.ort_engine(facts))
+    assert check.status == doctor.WORKS
+    assert check.detail.startswith(part)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,16 @@ class Binding:
         device = CUDA if self.session.cuda.memory.device_at(place[0]) is not None else CPU
         self.outputs[name] = Slot(value, device, [place])
 
-    def bind_output(self, name: str, device: Any) -> None:
+    def bind_input(self, name: str, device: Any, kind: Any, shape: list[int], address: int) -> None:
+        """By address: the memory is the caller's to keep."""
+        if device.device_type() == ort.OrtDevice.cuda() and self.session.cuda.memory.device_at(address) is None:
+            raise RuntimeError(f"{name}: {address:#x} is not memory of a GPU: an illegal memory access")
+        self.bind_ortvalue_input(name, _at(address, shape))
+
+    def bind_output(self, name: str, device: Any, kind: Any = None, shape: list[int] | None = None, address: int = 0) -> None:
+        if shape is not None:
+            self.bind_ortvalue_output(name, _at(address, shape))
+            return
         kind = CUDA if device.device_type() == ort.OrtDevice.cuda() else PINNED if memory_type(device) == 1 else CPU
         slot = Slot(None, kind, [])
         self.outputs[name] = slot
@@ -277,6 +286,15 @@ def patch(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     monkeypatch.setattr(sequences._Api, "sequence", recorded)
     monkeypatch.setattr(sequences._Api, "place", placed)
     return made
+
+
+def _at(address: int, shape: list[int]) -> Any:
+    """An OrtValue of float32 on this memory."""
+    count = 1
+    for length in shape:
+        count *= length
+    memory = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+    return ort.OrtValue.from_dlpack(torch._C._to_dlpack(memory.view(shape)), False)
 
 
 def _size(value: Any) -> int:

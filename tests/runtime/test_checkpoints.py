@@ -12,7 +12,7 @@ from tests.models import batch, exported, module
 from tests.official import Official, assert_same, batches
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 NOMINAL = DATA / "fbv2_ort1_19_2_nominal"
@@ -48,6 +48,7 @@ def test_a_checkpoint_is_the_live_memory_with_ort_s_names(tmp_path: Path) -> Non
     assert toc.load(tmp_path / "checkpoint") == state
 
 
+@pytest.mark.ort
 def test_ort_continues_what_started_here_and_the_other_way_round(tmp_path: Path) -> None:
     artifacts = toc.Artifacts.load(ADAMW)
     data = batches(artifacts, 15)

@@ -14,7 +14,7 @@ import torch_ort_ckpt as toc
 from tests.models import batch, exported
 from tests.runtime.ddp_worker import STEPS, VARIANTS
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 ROOT = Path(__file__).parents[2]
 

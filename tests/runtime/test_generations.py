@@ -17,7 +17,7 @@ from ..models import MLP
 from ..truth import Truth, fixtures
 
 TOLERANCE = 2e-6
-ENGINES = [pytest.param("ort", marks=pytest.mark.ort), "torch"]
+ENGINES = [pytest.param("ort", marks=pytest.mark.ort_any), "torch"]
 PBSEQ = [name for name in fixtures("pbseq") if "resume" in Truth(name).json]
 
 
@@ -62,7 +62,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.ort
+@pytest.mark.ort_any
 @pytest.mark.parametrize("engine", ["ort", "torch"])
 @pytest.mark.parametrize("name", ["ortcp_ort1_12_0_adam", "ortcp_ort1_13_1_adam", "ortcp_ort1_14_1_adam"])
 def test_ortcp(name: str, engine: str, exported: Path) -> None:

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 import torch_ort_ckpt as toc
 from tests.truth import DATA
 
-ENGINES = [pytest.param("ort", marks=pytest.mark.ort), "torch"]
+ENGINES = [pytest.param("ort", marks=pytest.mark.ort_any), "torch"]
 HOW = ["forward", "eval", "train_step", "session.train_step", "session.eval_step"]
 
 

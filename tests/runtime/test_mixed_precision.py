@@ -15,7 +15,7 @@ import torch_ort_ckpt as toc
 from tests.models import batch, exported, module
 from torch_ort_ckpt.graphs.description import ACCUMULATION_BUFFER
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 WEIGHTS = ("fc1.weight", "fc2.weight")
 

@@ -10,7 +10,7 @@ import torch_ort_ckpt as toc
 from tests.official import Official, artifact_folders, assert_same, batches, loads_officially
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 
@@ -26,6 +26,7 @@ def model(artifacts: toc.Artifacts) -> toc.OrtModule:
 
 
 @pytest.mark.parametrize("name", artifact_folders())
+@pytest.mark.ort
 def test_loss_gradients_and_evaluation_equal_the_official_api(name: str, tmp_path: Path) -> None:
     artifacts = toc.Artifacts.load(DATA / name)
     if artifacts.state.nominal:

@@ -19,7 +19,7 @@ from tests.models import batch, exported, module
 from tests.official import assert_same
 from tests.runtime.gradients import assert_gradients, gradients, of_batch
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 
 def test_gradients_accumulate(model: toc.OrtModule) -> None:
@@ -184,6 +184,7 @@ def test_gradients_of_inputs_are_refused_with_a_reason(model: toc.OrtModule) -> 
         model(x, y)
 
 
+@pytest.mark.ort
 def test_gradients_of_inputs_that_the_graph_provides(tmp_path: Path) -> None:
     source = exported("mlp", "torchscript").folder
     for name in ("eval_model.onnx", "checkpoint"):

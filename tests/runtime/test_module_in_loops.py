@@ -14,7 +14,7 @@ from tests.models import batch, module
 from tests.official import assert_same
 from tests.runtime.gradients import of_batch
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])

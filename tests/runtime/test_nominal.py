@@ -16,7 +16,7 @@ from tests.models import batch, exported
 from tests.official import Official, assert_same, batches
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 NOMINAL = DATA / "fbv2_ort1_19_2_nominal"
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
@@ -36,6 +36,7 @@ def complete() -> toc.CheckpointState:
     return toc.load(NOMINAL / "complete_checkpoint")
 
 
+@pytest.mark.ort
 def test_ort_refuses(tmp_path: Path) -> None:
     """What the tests below compare with."""
     from onnxruntime.training import api
@@ -150,6 +151,7 @@ class TestStates:
 
 class TestAStepBeforeAnyTraining:
     @pytest.mark.parametrize("folder", [ADAMW, DATA / "fbv2_ort1_19_2_sgd_full"], ids=["adamw", "sgd"])
+    @pytest.mark.ort
     def test_takes_zero_gradients_as_ort_does(self, folder: Path, tmp_path: Path) -> None:
         artifacts = toc.Artifacts.load(folder)
         session, official = toc.TrainingSession(artifacts, threads=1), Official(artifacts, tmp_path)

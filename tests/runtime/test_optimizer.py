@@ -15,7 +15,7 @@ import torch_ort_ckpt as toc
 from tests.official import Official, artifact_folders, assert_same, batches, loads_officially
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 SGD = DATA / "fbv2_ort1_19_2_sgd_full"
@@ -55,6 +55,7 @@ def with_optimizer(folder: Path, source: Path = ADAMW, *, clip: float | None = N
 
 
 @pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.ort
 def test_twenty_steps_equal_the_official_api(name: str, tmp_path: Path) -> None:
     artifacts = toc.Artifacts.load(DATA / name)
     data = batches(artifacts, 20)
@@ -69,6 +70,7 @@ def test_twenty_steps_equal_the_official_api(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("attributes", [{"weight_decay": 0.1}, {"adam_mode": 0, "weight_decay": 0.1}, {"correct_bias": 0}])
+@pytest.mark.ort
 def test_the_graph_s_hyper_parameters_and_clipping_hold(tmp_path: Path, attributes: dict[str, Any], clip: float | None) -> None:
     artifacts = with_optimizer(tmp_path / "artifacts", clip=clip, **attributes)
     data = batches(artifacts, 10)
@@ -263,6 +265,7 @@ def test_no_gradients_is_no_step() -> None:
     assert optimizer.checkpoint_step == step
 
 
+@pytest.mark.ort
 def test_a_graph_that_skips_says_so(tmp_path: Path) -> None:
     artifacts = with_optimizer(tmp_path)
     graph = onnx.load(artifacts.optimizer_path)
@@ -278,6 +281,7 @@ def test_a_graph_that_skips_says_so(tmp_path: Path) -> None:
     assert torch.equal(model.fc2.weight, before)
 
 
+@pytest.mark.ort
 def test_moments_are_torch_tensors_that_the_graph_updates_in_place() -> None:
     model = toc.OrtModule(ADAMW, threads=1)
     optimizer = toc.OrtOptimizer(model)

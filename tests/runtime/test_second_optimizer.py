@@ -15,7 +15,7 @@ from tests.official import Official, batches
 from tests.runtime.test_optimizer import ADAMW, SGD, train, with_optimizer
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 
 def moments(optimizer: toc.OrtOptimizer) -> float:
@@ -104,6 +104,7 @@ class TestLoading:
         counts = {name: int(optimizer.state[value]["step"]) for name, value in model.named_trainable().items()}
         assert counts == {"fc1.weight": 6, "fc1.bias": 1, "fc2.weight": 6, "fc2.bias": 1, "norm.gain": 6}
 
+    @pytest.mark.ort
     def test_a_count_without_moments_goes_on_as_in_ort(self, tmp_path: Path) -> None:
         artifacts = toc.Artifacts.load(ADAMW)
         state = artifacts.state.clone()

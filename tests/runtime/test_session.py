@@ -13,7 +13,7 @@ from tests.models import batch, exported
 from tests.official import Official, assert_same, batches
 from tests.truth import DATA
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 
@@ -23,6 +23,7 @@ def session() -> toc.TrainingSession:
     return toc.TrainingSession(exported("mlp"), threads=1)
 
 
+@pytest.mark.ort
 def test_the_verbs_of_a_training_loop_equal_the_official_api(tmp_path: Path) -> None:
     artifacts = toc.Artifacts.load(ADAMW)
     session, official = toc.TrainingSession(artifacts, threads=1), Official(artifacts, tmp_path)
@@ -43,6 +44,7 @@ def test_the_verbs_of_a_training_loop_equal_the_official_api(tmp_path: Path) -> 
     assert session.step == artifacts.state.optimizer["group0"].step + 3
 
 
+@pytest.mark.ort
 def test_contiguous_parameters_are_laid_out_as_ort_does(tmp_path: Path) -> None:
     import onnxruntime
 

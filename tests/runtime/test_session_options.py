@@ -13,7 +13,7 @@ import torch
 import torch_ort_ckpt as toc
 from tests.models import batch, exported
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 
 @pytest.fixture

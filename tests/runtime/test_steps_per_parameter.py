@@ -13,7 +13,7 @@ import torch_ort_ckpt as toc
 from tests.official import Official, assert_same, batches
 from tests.runtime.test_optimizer import SGD, with_optimizer
 
-pytestmark = pytest.mark.ort
+pytestmark = pytest.mark.ort_any
 
 LATE, FROZEN = "fc2.bias", "fc1.weight"
 
@@ -139,6 +139,7 @@ def test_state_tensors_set_the_count_of_one_weight(artifacts: toc.Artifacts) -> 
 class TestClipping:
     """The graph clips all gradients together, so it can't run once for each step count."""
 
+    @pytest.mark.ort
     def test_the_graph_refuses_before_it_changes_anything(self, tmp_path: Path) -> None:
         model = toc.OrtModule(with_optimizer(tmp_path, adam_mode=0, clip=0.05), threads=1)
         optimizer = toc.OrtOptimizer(model, lr=0.02)
@@ -174,6 +175,7 @@ def test_sgd_counts_the_steps_of_the_group_as_ort_does() -> None:
     assert not any("step" in own for own in optimizer.groups()["group0"].states.values())
 
 
+@pytest.mark.ort
 def test_ort_reads_a_file_with_counts_of_its_weights(artifacts: toc.Artifacts, tmp_path: Path) -> None:
     model = toc.OrtModule(artifacts, threads=1)
     optimizer = toc.OrtOptimizer(model, lr=0.02)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..checkpoint.bridge import from_torch, to_optimizer_state_dict, to_state_dict
 from ..checkpoint.state import format_bytes
+from ..engines.ort.build import installed
 from ..errors import CheckpointError, MissingDependencyError
 from ..formats import load, save
 from ..graphs.artifacts import Artifacts
@@ -59,9 +60,9 @@ def demo(folder: Path, overwrite: bool = False) -> list[Stage]:
         raise CheckpointError(
             f"holds {', '.join(found)} already", path=folder, remedy="Pass --overwrite to replace the files, or choose another folder."
         )
-    if importlib.util.find_spec("onnxruntime") is None:
+    if importlib.util.find_spec("onnxruntime") is None or not installed().trains:
         raise MissingDependencyError(
-            "the demo trains with ONNX Runtime, which is not installed",
+            "the demo trains with ONNX Runtime's training API, which is not installed",
             remedy="pip install 'torch-ort-ckpt[ort]' (Python 3.12 or older). `torch-ort-ckpt doctor` shows what works here.",
         )
     story = _Story(folder, overwrite)

@@ -27,6 +27,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ..catalog import FORMATS
 from ..checkpoint.state import CheckpointState, OptimizerGroup
+from ..engines.ort.build import OLDEST, version_number
 from ..errors import CheckpointError, MissingDependencyError
 from ..formats import load, module, save
 
@@ -40,8 +41,9 @@ _OPTIONAL = {
 """Package -> the extra that installs it."""
 
 _PACKAGE = "onnxruntime-training-cpu==1.19.2"
-_LAST_CPU, _LAST_CUDA = (3, 12), (3, 11)
-"""The last Python with wheels of onnxruntime-training-cpu 1.19.2, and of onnxruntime-training 1.19.2."""
+_LAST_TRAINING = "CUDA 11.8 and cuDNN 8 for onnxruntime-training 1.19.2"
+_LAST_CUDA = (3, 11)
+"""The last Python with wheels of onnxruntime-training 1.19.2."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ def examine() -> list[Check]:
     """All checks, in the order of the output."""
     facts = _try_onnxruntime()
     found = {name: importlib.metadata.version(name) for name in _distributions()}
-    return [_system(), *_packages(), onnxruntime_package(found), ort_engine(facts), *_torch_engines(), *_formats(), *_cuda(facts)]
+    ort = ort_engine(facts)
+    engines = [ort, *_torch_engines(), auto_engine(facts, ort)]
+    return [_system(), *_packages(), onnxruntime_package(found), *engines, *_formats(), *_cuda(facts)]
 
 
 def onnxruntime_package(found: dict[str, str]) -> Check:
@@ -105,8 +109,10 @@ if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         tell(cuda=None)
     except OSError as error:
         tell(cuda=str(error))
-import onnxruntime.training.api
-tell(trains=True)
+from onnxruntime.capi import _pybind_state
+if hasattr(_pybind_state, "Module"):
+    import onnxruntime.training.api
+tell(trains=hasattr(_pybind_state, "Module"))
 """
 """Prints each fact as soon as it is known; if it fails, the reason is the last line of standard error."""
 
@@ -139,10 +145,27 @@ def ort_engine(facts: dict[str, Any] | None) -> Check:
         return Check("engines", "ort", PROBLEM, f"importing it or running a graph fails: {facts.get('error')}", again)
     if facts["result"] != [2.0, 2.0]:
         return Check("engines", "ort", PROBLEM, f"1 + 1 gives {facts['result']}", again)
-    if not facts.get("trains"):
+    if "trains" not in facts:
         detail = f"onnxruntime {facts['version']} can't train: {facts.get('error')}"
         return Check("engines", "ort", PROBLEM, detail, f"pip uninstall -y {' '.join(_distributions())} && {_install_ort()}")
-    return Check("engines", "ort", WORKS, f"onnxruntime {facts['version']} with training: {', '.join(facts['providers'])}")
+    providers = ", ".join(facts["providers"])
+    if facts["trains"]:
+        return Check("engines", "ort", WORKS, f"onnxruntime {facts['version']} with training: {providers}")
+    if version_number(facts["version"]) < OLDEST:
+        least = ".".join(map(str, OLDEST))
+        detail = f"onnxruntime {facts['version']} is too old to train on standard operators, which works from {least} on"
+        return Check("engines", "ort", PROBLEM, detail, "pip install --upgrade onnxruntime")
+    return Check("engines", "ort", WORKS, f"onnxruntime {facts['version']}, a stock build, on standard operators: {providers}")
+
+
+def auto_engine(facts: dict[str, Any] | None, ort: Check) -> Check:
+    """What `engine="auto"` takes here, and why."""
+    if ort.status != WORKS or facts is None:
+        return Check("engines", "auto", WORKS, f"torch: {ort.detail}")
+    if facts["trains"]:
+        return Check("engines", "auto", WORKS, "ort: a training build runs every artifact as it is")
+    detail = "ort for artifacts of export_artifacts; torch for those that ONNX Runtime made, whose gradients a stock build would rebuild"
+    return Check("engines", "auto", WORKS, detail)
 
 
 def _torch_engines() -> Iterator[Check]:
@@ -226,7 +249,8 @@ def ort_cuda(facts: dict[str, Any], device: bool) -> Check:
     """ORT's CUDA provider, from the facts of the trial process; `device`: whether there is one to run on."""
     if "cuda" not in facts:
         detail = "this build of onnxruntime has no CUDA provider"
-        swap = f"pip uninstall -y {' '.join(_distributions())} && {_pip('cuda')}" if device and _python_has(_LAST_CUDA) else None
+        extra = "cuda" if _python_has(_LAST_CUDA) else "cuda12"
+        swap = f"pip uninstall -y {' '.join(_distributions())} && {_pip(extra)}" if device else None
         return Check("cuda", "onnxruntime", ABSENT, detail, swap)
     if facts["cuda"] is None:
         return Check(
@@ -235,7 +259,8 @@ def ort_cuda(facts: dict[str, Any], device: bool) -> Check:
             WORKS,
             "the CUDA provider loads; `inspect` on artifacts names the nodes it runs on the CPU",
         )
-    fix = "install CUDA 11.8 and cuDNN 8 for onnxruntime-training 1.19.2, and add their folders to LD_LIBRARY_PATH"
+    wanted = "CUDA 12 or 13 and cuDNN 9 for onnxruntime-gpu" if facts.get("trains") is False else _LAST_TRAINING
+    fix = f"install {wanted}, and add their folders to LD_LIBRARY_PATH"
     return Check("cuda", "onnxruntime", PROBLEM if device else ABSENT, f"the CUDA provider does not load: {facts['cuda']}", fix)
 
 
@@ -255,7 +280,4 @@ def _python_has(last: tuple[int, int]) -> bool:
 
 
 def _install_ort() -> str:
-    if _python_has(_LAST_CPU):
-        return _pip("ort")
-    version = ".".join(map(str, _LAST_CPU))
-    return f"python{version} -m venv ort && ort/bin/{_pip('ort')} (ONNX Runtime training ends at Python {version})"
+    return _pip("ort")

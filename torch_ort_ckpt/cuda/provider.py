@@ -59,6 +59,13 @@ def _tf32(backend: Any) -> bool:
         return bool(backend.fp32_precision == "tf32")
 
 
+def load_libraries(onnxruntime: Any) -> None:
+    """Load CUDA and cuDNN before the first session. From 1.21 on the package finds them in Python packages (those that PyTorch's wheels
+    bring, or `nvidia-*`); older builds look in the system's library path only."""
+    if hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls()
+
+
 def loaded(session_providers: list[str]) -> None:
     """ORT falls back to the CPU when the provider's libraries can't be loaded, and only logs it: that is an error here."""
     if PROVIDER not in session_providers:

@@ -43,6 +43,9 @@ class Engine(Protocol):
     name: str
     """For messages and logs. What an engine can do is in the attributes below."""
 
+    reason: str
+    """Why this engine was taken, and what it runs on."""
+
     differentiable: bool
     """Whether inputs and extra outputs take part in autograd, also in evaluation, and random numbers come from torch's generator."""
 
@@ -73,7 +76,13 @@ Maker = Callable[[Artifacts, EngineOptions], Engine]
 
 
 def make(name: str, artifacts: Artifacts, options: EngineOptions) -> Engine:
-    """The engine called `ort` or `torch`; `auto` is ORT if it is installed and can run these graphs, else PyTorch."""
+    """The engine called `ort` or `torch`; `auto` takes one by a fixed rule.
+
+    The rule (`benchmarks/stock.py` has the figures): ONNX Runtime, if it is installed, runs on the device and accepts the graphs; PyTorch
+    otherwise, and where ONNX Runtime would have to build the gradients again at each start, which takes seconds to minutes (graphs that ORT
+    made, in a stock build), or wait for kernels on the CPU in each step (on CUDA). It depends on the artifacts, the device and what is
+    installed: a resumed run takes the same engine.
+    """
     if name == "auto":
         return _make_either(artifacts, options)
     if name == "ort":
@@ -101,14 +110,15 @@ def usable_device(device: str | Device) -> Device:
 
 def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
     """ORT if it accepts the graphs. The sessions are created at once: only ORT knows which kernels it lacks."""
-    reason = why_not_ort(options) or _slow_on_cuda(artifacts, options)
+    reason = why_not_ort(options) or _slow_on_cuda(artifacts, options) or _slow_to_start(artifacts)
     if reason is None:
         from .ort import engine as ort
 
         engine = ort.OrtEngine(artifacts, options)
         try:
             engine.prepare()
-            logger.info("engine: ort")
+            engine.reason = f"{engine.reason} runs these graphs"
+            logger.info("engine: ort (%s)", engine.reason)
             return engine
         except CheckpointError as error:
             if artifacts.training is None and artifacts.eval is None:  # `.ort` files, which PyTorch can't run either
@@ -116,7 +126,9 @@ def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
             reason = error.message if error.field is None else f"{error.field}: {error.message}"
     logger.info("engine: torch (%s)", reason)
     try:
-        return make("torch", artifacts, options)
+        chosen = make("torch", artifacts, options)
+        chosen.reason = reason
+        return chosen
     except CheckpointError as error:
         both = f"neither engine runs these graphs (ort: {reason}; torch: {error.message})"
         raise UnsupportedError(both, path=error.path, field=error.field, remedy=error.remedy) from error
@@ -125,12 +137,23 @@ def _make_either(artifacts: Artifacts, options: EngineOptions) -> Engine:
 def why_not_ort(options: EngineOptions) -> str | None:
     """Why ONNX Runtime can't run here; None if it can."""
     if not importlib.util.find_spec("onnxruntime"):
-        return "onnxruntime-training is not installed"
-    if not importlib.util.find_spec("onnxruntime.training"):
-        return "the installed onnxruntime can't train"
+        return "onnxruntime is not installed"
     if options.device.type != "cpu" and options.device.type != "cuda":
-        return f"onnxruntime-training does not run on {options.device.type}"
+        return f"onnxruntime does not run on {options.device.type} here"
     return None
+
+
+def _slow_to_start(artifacts: Artifacts) -> str | None:
+    """Why PyTorch is the better engine for these graphs in the installed build."""
+    from ..graphs.standard.lowering import is_standard
+    from .ort.build import installed
+
+    try:
+        if artifacts.training is None or installed().trains or is_standard(artifacts.training):
+            return None
+    except CheckpointError as error:  # it can't be imported, or is too old
+        return error.message
+    return f'{installed()} would build the gradients again at each start; engine="ort" does, toc.rebuild_artifacts does it once'
 
 
 def _slow_on_cuda(artifacts: Artifacts, options: EngineOptions) -> str | None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import torch_ort_ckpt as toc
 from tests.models import batch, module
+from tests.truth import Truth
 from torch_ort_ckpt.cli import main
 
 NAMES = ("mlp", "cnn", "transformer")
@@ -178,11 +179,17 @@ def test_names_that_clash_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "step" / "step_model.onnx").exists()
 
 
-@pytest.mark.ort
-def test_graphs_that_ort_made_are_refused_with_the_cure(tmp_path: Path) -> None:
-    made = toc.export_artifacts(module("mlp"), batch("mlp")[:1], tmp_path / "artifacts", builder="ort")
-    with pytest.raises(toc.CheckpointError, match="rebuild_artifacts"):
-        toc.export_step_model(made, tmp_path / "step")
+def test_graphs_that_ort_made_are_rebuilt(tmp_path: Path) -> None:
+    truth = Truth("fbv2_ort1_19_2_adamw_full")
+    toc.export_step_model(truth.folder, tmp_path / "step")
+    model = onnx.load(tmp_path / "step" / "step_model.onnx")
+    assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
+    trainer, resume = Trainer(tmp_path / "step"), truth.json["resume"]
+    (group,) = toc.load(tmp_path / "step" / "state.safetensors").optimizer.values()
+    for number, expected in enumerate(resume["losses"]):
+        values = [torch.as_tensor(truth.arrays[f"x_resume_{kind}{number}"]) for kind in ("in", "target")]
+        found = trainer.step(group.step + number + 1, values, lr=resume["learning_rate"])
+        assert abs(float(next(iter(found.values()))) - expected) < 1e-5
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

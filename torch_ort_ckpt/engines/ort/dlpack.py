@@ -2,25 +2,31 @@
 
 ONNX Runtime 1.19.2 crashes on a capsule used twice, on a versioned capsule and on a tensor in place of one; and it ignores the negative or
 conjugate bit of a view. This module rules all of these out.
+
+Stock builds before 1.21 have no DLPack: there an OrtValue is made on the address of the tensor's memory, which it does not keep alive.
+`Binding` in `sessions` does, whatever the build.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from ...dtypes import ALIASABLE, short_name
+from ...dtypes import ALIASABLE, TORCH_FROM_ONNX, short_name
 from ...errors import UnsupportedError
+from .build import installed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def to_ort(tensor: torch.Tensor) -> Any:
-    """An OrtValue on the tensor's memory, which it keeps alive. The tensor must be contiguous."""
+    """An OrtValue on the tensor's memory, which it keeps alive if the build has DLPack. The tensor must be contiguous."""
     if not has_memory(tensor):
         raise without_memory(tensor)
     if tensor.dtype not in ALIASABLE:
@@ -31,6 +37,8 @@ def to_ort(tensor: torch.Tensor) -> Any:
         tensor = tensor.resolve_neg()
     if tensor.requires_grad:
         tensor = tensor.detach()
+    if not installed().dlpack:
+        return _by_address(tensor)
     if tensor.dtype is torch.bool:
         return _borrow()(to_dlpack(tensor.view(torch.uint8)), True)
     return _borrow()(to_dlpack(tensor), False)
@@ -38,6 +46,8 @@ def to_ort(tensor: torch.Tensor) -> Any:
 
 def from_ort(value: Any, is_bool: bool = False) -> torch.Tensor:
     """A tensor on the OrtValue's memory, which it keeps alive. DLPack does not tell bool from uint8."""
+    if not installed().dlpack:
+        return _on_address(value)
     tensor = from_dlpack(value.to_dlpack())
     return tensor.view(torch.bool) if is_bool else tensor
 
@@ -71,3 +81,32 @@ def _borrow() -> Callable[[Any, bool], Any]:
 
     borrow: Callable[[Any, bool], Any] = ort.OrtValue.from_dlpack
     return borrow
+
+
+def _by_address(tensor: torch.Tensor) -> Any:
+    from onnxruntime.capi import _pybind_state as ort
+
+    if tensor.dtype is torch.bfloat16 or tensor.device.type != "cpu":
+        what = "bfloat16" if tensor.device.type == "cpu" else "CUDA tensors"
+        raise UnsupportedError(
+            f"{installed()} can't share {what} with PyTorch: that needs DLPack, which stock builds have from 1.21",
+            remedy="pip install --upgrade onnxruntime",
+        )
+    device = ort.OrtDevice(ort.OrtDevice.cpu(), ort.OrtDevice.default_memory(), 0)
+    return ort.OrtValue.ortvalue_from_numpy(tensor.numpy(), device)
+
+
+class _Lent:
+    """Memory of an OrtValue, for numpy; keeps the OrtValue alive."""
+
+    def __init__(self, value: Any, size: int) -> None:
+        self._value = value
+        self.__array_interface__ = {"data": (value.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def _on_address(value: Any) -> torch.Tensor:
+    dtype, shape = TORCH_FROM_ONNX[value.element_type()], tuple(value.shape())
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.asarray(_Lent(value, size))).view(dtype).view(shape)

@@ -16,27 +16,22 @@ import torch
 
 from ...cuda.devices import check
 from ...cuda.kernels import fallbacks
-from ...cuda.provider import flag_device
+from ...cuda.provider import flag_device, load_libraries
 from ...cuda.streams import Lane
+from ...dtypes import TORCH_FROM_ONNX
 from ...errors import MissingFileError, UnsupportedError
 from ...graphs.artifacts import Artifacts
-from ...graphs.description import ACCUMULATION_BUFFER, ACCUMULATION_OUTPUT, LAZY_RESET, TensorSpec, all_nodes, copy_of, model_bytes
-from ...graphs.limits import refuse_wrong
+from ...graphs.description import ACCUMULATION_BUFFER, ACCUMULATION_OUTPUT, LAZY_RESET, TensorSpec, all_nodes, model_bytes
 from ...graphs.onnxruntime_package import import_onnxruntime
-from ...graphs.passes.dimensions import fix_dimensions
-from ...graphs.passes.direct_gradients import direct_gradient_names, direct_gradients
-from ...graphs.passes.direct_updates import direct_updates, updated_buffers
-from ...graphs.passes.pipelines import AFTER_GRADIENTS, apply
-from ...graphs.passes.unbiased_variance import unbias_variances, unbiased_variances
-from ...graphs.passes.versions import lower_versions
+from ...graphs.standard.lowering import lowered
 from ...pytorch_private import keeps_graph
 from ...storage.files import warn
 from .. import EngineOptions, Tensors
-from .dlpack import to_ort
+from .build import installed
 from .gradients import GradientBuffer, GradientPool, Lease, refuse_second_derivative, scale, spent
 from .graph_updates import runs_on
-from .labels import check_labels
-from .sessions import Binding, GraphSession, ort_device, set_seed
+from .prepared import eval_graph, training_graph
+from .sessions import Binding, GraphSession, ort_device
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +43,7 @@ class OrtEngine:
     differentiable = False
 
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
+        import_onnxruntime()
         self.artifacts, self.options = artifacts, options
         self._lock = threading.RLock()
         self._training: _TrainingGraph | None = None
@@ -56,13 +52,22 @@ class OrtEngine:
         self._lane: Lane | None = None
         if options.device.type == "cuda":
             device = check(options.device, import_onnxruntime().get_available_providers())
+            if not installed().dlpack:
+                raise UnsupportedError(
+                    f"{installed()} can't share CUDA tensors with PyTorch: stock builds have DLPack from 1.21 on",
+                    remedy="pip install --upgrade onnxruntime-gpu",
+                )
+            load_libraries(import_onnxruntime())
             self.options = dataclasses.replace(options, device=device)
             self._lane = Lane(device, 'Use engine="torch", or call the model outside the capture.')
         elif options.device.type != "cpu":
             raise UnsupportedError(f"ONNX Runtime runs on cpu and cuda, not on {options.device}", remedy='Use engine="torch".')
         self.prefers_adjacent_parameters = options.device.type == "cpu"
         self.runs_optimizer_graph = runs_on(options.device)
-        import_onnxruntime()
+        self.reason = str(installed())
+
+    def __repr__(self) -> str:
+        return f"engine ort ({self.reason})"
 
     def input_specs(self, parameters: Tensors) -> list[TensorSpec]:
         return self.artifacts.inputs
@@ -180,34 +185,22 @@ class _TrainingGraph(GraphSession):
         self.gradients: list[str] = []
         self.buffers: list[str] = []
         if artifacts.training is None:
+            if not installed().trains:
+                lowered(artifacts)  # says what is missing
             self.buffers = [spec.name for spec in artifacts.gradients.values()]
             super().__init__(str(artifacts.training_path), artifacts, options, {spec.name for spec in artifacts.training_inputs}, lane)
         else:
-            model = self._prepared(artifacts.training, artifacts, options)
-            source = model_bytes(model, artifacts.training_path)
-            super().__init__(source, artifacts, options, {value.name for value in model.graph.input}, lane)
-            if lane is not None and (names := fallbacks((node.domain, node.op_type) for node in all_nodes(model.graph))):
+            prepared = training_graph(artifacts.training, artifacts, options)
+            self.gradients, self.written, self.labels, self.seed = prepared.gradients, prepared.written, prepared.labels, prepared.seed
+            graph = prepared.model.graph
+            # A gradient that was rebuilt is its parameter's; one that the graph has may be that of a half-precision alias.
+            types = {value.name: TORCH_FROM_ONNX[value.type.tensor_type.elem_type] for value in graph.output}
+            self.gradient_specs = [(types[name], shape) for name, (_, shape) in zip(self.gradients, self.gradient_specs, strict=True)]
+            source = model_bytes(prepared.model, artifacts.training_path)
+            super().__init__(source, artifacts, options, {value.name for value in graph.input}, lane)
+            if lane is not None and (names := fallbacks((node.domain, node.op_type) for node in all_nodes(graph))):
                 logger.warning("no CUDA kernel for %s: each step waits while they run on the CPU; engine torch does not", ", ".join(names))
         self.pool = GradientPool(self._new_buffer)
-
-    def _prepared(self, model: onnx.ModelProto, artifacts: Artifacts, options: EngineOptions) -> onnx.ModelProto:
-        """The training graph as it is run: with fixed dimensions, repaired, checked, and with gradients as outputs."""
-        names = direct_gradient_names(model)
-        self.gradients = [names[spec.name.removesuffix(ACCUMULATION_BUFFER)] for spec in artifacts.gradients.values()]
-        changed = copy_of(model)
-        fix_dimensions(changed, options.dimensions)
-        for line in apply(changed, AFTER_GRADIENTS):
-            logger.info("%s", line)
-        refuse_wrong(changed, artifacts.training_path)
-        direct_gradients(changed)
-        self.written = updated_buffers(changed)
-        direct_updates(changed)
-        if options.device.type == "cpu":  # cuDNN keeps the unbiased variance, as PyTorch does
-            self.written |= unbiased_variances(changed)
-            unbias_variances(changed)
-            self.labels = check_labels(changed, artifacts.inputs)
-        lower_versions(changed)
-        return changed
 
     def run(self, inputs: Tensors, parameters: Tensors, seed: int | None) -> tuple[GradientBuffer, Lease, tuple[torch.Tensor, ...]]:
         buffer, lease = self.pool.take()
@@ -220,7 +213,7 @@ class _TrainingGraph(GraphSession):
         with self.in_order():
             buffer.binding.bind(inputs, parameters)
             if seed is not None:
-                set_seed(seed)
+                buffer.binding.draw(seed)
             return self.results(buffer.binding)
 
     def _new_buffer(self) -> GradientBuffer:
@@ -229,13 +222,13 @@ class _TrainingGraph(GraphSession):
         views = buffer.views(buffer.lease())
         for name, view in zip(self.gradients or self.buffers, views, strict=True):
             if self.gradients:
-                binding.io.bind_ortvalue_output(name, to_ort(view))
+                binding.write(name, view)
             else:
-                binding.io.bind_ortvalue_input(name, to_ort(view))
+                binding.feed(name, view)
                 flag = flag_device() if self.lane is not None else ort_device(torch.device("cpu"))
                 binding.io.bind_output(name.removesuffix(ACCUMULATION_BUFFER) + ACCUMULATION_OUTPUT, flag)
         if self.buffers:  # PyTorch accumulates the gradients: every run overwrites its buffer
-            binding.io.bind_ortvalue_input(LAZY_RESET, to_ort(torch.ones(1, dtype=torch.bool)))  # read on the CPU, also on CUDA
+            binding.feed(LAZY_RESET, torch.ones(1, dtype=torch.bool))  # read on the CPU, also on CUDA
         buffer.binding = binding
         return buffer
 
@@ -246,14 +239,12 @@ class _EvalGraph(GraphSession):
             raise MissingFileError(
                 "no eval_model, which eval() and no_grad() need", path=artifacts.folder, remedy="Export the artifacts with an eval model."
             )
-        graph = artifacts.eval
-        if graph is not None:
-            refuse_wrong(graph, artifacts.eval_path)
-            graph = copy_of(graph)
-            if options.device.type == "cpu":
-                self.labels = check_labels(graph, artifacts.inputs)
-            lower_versions(graph)
-        model = str(artifacts.eval_path) if graph is None else model_bytes(graph, artifacts.eval_path)
+        if artifacts.eval is None:
+            model: bytes | str = str(artifacts.eval_path)
+        else:
+            prepared = eval_graph(artifacts.eval, artifacts, options)
+            self.labels = prepared.labels
+            model = model_bytes(prepared.model, artifacts.eval_path)
         super().__init__(model, artifacts, options, {spec.name for spec in artifacts.eval_inputs}, lane)
         self.outputs = [spec.name for spec in artifacts.eval_outputs]
         self._free: list[Binding] = []

@@ -4,6 +4,8 @@ The graph takes sequences of tensors. Where they can be kept (see `sequences`), 
 lists of numpy arrays on the same memory go through `InferenceSession.run`, which turns each of them into a tensor in every step. Tensors
 that are adjacent in memory are passed as one (see `memory`).
 
+A stock build has no such graph: it runs the same update in standard operators (see `standard_updates`).
+
 On CUDA the sequences hold the device's memory: nothing is copied, and the host does not wait. Learning rate, step and the flag that says
 whether an update took place stay in the host's memory, where the kernels want them.
 """
@@ -11,9 +13,7 @@ whether an update took place stay in the host's memory, where the kernels want t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,29 +21,26 @@ import torch
 
 from ...cuda.provider import Runs, flag_device
 from ...cuda.streams import Lane
-from ...dtypes import short_name
 from ...errors import CheckpointError, UnsupportedError
 from ...graphs.artifacts import Artifacts, OptimizerSpec
 from ...graphs.description import copy_of, model_bytes
 from ...graphs.onnxruntime_package import import_onnxruntime, ort_errors
-from ...graphs.optimizer import FIRST_MOMENTS, GRADIENTS, LEARNING_RATE, PARAMETERS, SECOND_MOMENTS, STEP, set_hyperparameters
+from ...graphs.optimizer import LEARNING_RATE, STEP, set_hyperparameters
 from ...graphs.passes.pipelines import OPTIMIZER, apply
-from .. import EngineOptions, Tensors
+from .. import EngineOptions
 from ..updates import Update
-from .dlpack import has_memory, to_ort
-from .memory import Piece, pieces
+from .build import installed
+from .dlpack import to_ort
+from .memory import Piece
+from .roles import Addresses, Roles, increment_versions
 from .sequences import available, make_sequence
 from .sessions import make_session
-
-_LARGEST = 2**31 - 1
-"""Elements of a tensor on CUDA: InplaceClipGradNorm counts them in 32 bits."""
-_KEPT = 4
-"""Number of sequences kept: gradients are in the few buffers of a pool."""
+from .standard_updates import StandardRun
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether the optimizer graph can run on tensors of this device."""
-    return device.type == "cpu" or (device.type == "cuda" and available())
+    return device.type == "cpu" or (device.type == "cuda" and (available() or not installed().trains))
 
 
 class GraphUpdater:
@@ -52,7 +49,7 @@ class GraphUpdater:
     def __init__(self, artifacts: Artifacts, options: EngineOptions) -> None:
         self._lane: Lane | None = None
         if options.device.type == "cuda":
-            if not available():
+            if not runs_on(options.device):
                 raise UnsupportedError(
                     "on CUDA the optimizer graph needs sequences of tensors, which only onnxruntime-training 1.19.2 on Linux makes",
                     remedy="Use OrtOptimizer(fused=True).",
@@ -82,7 +79,7 @@ class GraphUpdater:
             raise CheckpointError(
                 f"ONNX Runtime could not run the optimizer graph: {error}", remedy="OrtOptimizer(..., fused=True) does the same on PyTorch."
             ) from error
-        _increment_versions(update.parameters)
+        increment_versions(update.parameters)
         return updated
 
     def _run(self, spec: OptimizerSpec) -> _Run:
@@ -92,6 +89,15 @@ class GraphUpdater:
                 self._runs.clear()
             model, path = self._artifacts.optimizer, self._artifacts.optimizer_path
             built_in = spec == self._built_in
+            if not installed().trains:
+                if not spec.known:
+                    raise UnsupportedError(
+                        f"{installed()} can't run a .ort optimizer graph: it has an operator of the training builds",
+                        path=path,
+                        remedy="Keep optimizer_model.onnx.",
+                    )
+                self._runs[spec] = StandardRun(spec, self._options, self._lane)
+                return self._runs[spec]
             if model is None:
                 if not built_in:
                     raise UnsupportedError(
@@ -114,60 +120,6 @@ class _Run(Protocol):
     def apply(self, update: Update) -> bool: ...
 
 
-_Addresses = list[list[int]]
-"""Of the tensors of each role."""
-
-
-class _Roles:
-    """The graph's inputs for the tensors of each role, cached for the few addresses they have.
-
-    It holds no references to the tensors (a held gradient could not be reused), so it is only used for live tensors at the addresses it
-    was made for. The key is the addresses of all roles together: a gradient's memory may belong to another one in the next step, and only
-    together with the parameters do addresses determine the sizes.
-    """
-
-    def __init__(self, session: Any, make: Callable[[list[Piece]], Any], device: torch.device) -> None:
-        names = {value.name for value in session.get_inputs()}
-        self.names = [role for role in _ROLES if role in names]
-        self._get = [_ROLES[role] for role in self.names]
-        self._make, self._device = make, device
-        self._known: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
-
-    def addresses(self, update: Update) -> _Addresses:
-        """The tensors' addresses. A transposed view has the same address as the tensor, so it is refused here."""
-        found = [list(map(_address, get(update))) for get in self._get]
-        if not (all(map(_is_contiguous, update.parameters)) and all(map(_is_contiguous, update.gradients))):
-            raise _refusal("strided")
-        return found
-
-    def of(self, addresses: _Addresses, update: Update) -> list[Any]:
-        key = tuple(map(tuple, addresses))
-        if key not in self._known:
-            for get in self._get:
-                for tensor in get(update):
-                    if not has_memory(tensor):
-                        raise _refusal(type(tensor).__name__)
-                    if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
-                        raise _refusal("strided" if tensor.dtype is torch.float32 else short_name(tensor.dtype))
-                    if tensor.device != self._device:
-                        raise CheckpointError(
-                            f"a parameter, gradient or moment is on {tensor.device}, the optimizer graph on {self._device}",
-                            remedy="Move the model before the optimizer is made.",
-                        )
-                    if self._device.type == "cuda" and tensor.numel() > _LARGEST:
-                        raise _refusal("larger")
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            # Clipping sums the norms of the tensors: joined tensors would be summed in a different order.
-            joined = update.hyperparameters.max_norm is None and update.hyperparameters.known and self._device.type == "cpu"
-            sizes = [parameter.numel() for parameter in update.parameters]
-            found = pieces(addresses, sizes, join=joined)
-            if self._device.type == "cuda":  # an empty tensor has no address there, and nothing to update
-                found = [[piece for piece in own if piece[1]] for own in found]
-            self._known[key] = [self._make(own) for own in found]
-        return self._known[key]
-
-
 class SequenceRun:
     """Sequences on the tensors' memory, bound until a tensor moves."""
 
@@ -188,8 +140,8 @@ class SequenceRun:
             if name in names:
                 self._io.bind_ortvalue_input(name, to_ort(scalar))
         device = torch.device("cpu") if lane is None else lane.device
-        self._roles = _Roles(session, partial(make_sequence, device=device), device)
-        self._bound: _Addresses = []
+        self._roles = Roles(names, partial(make_sequence, device=device), device)
+        self._bound: Addresses = []
 
     def apply(self, update: Update) -> bool:
         self._lr[0], self._step[0] = update.lr, update.step
@@ -210,7 +162,7 @@ class SequenceRun:
             with lane.current_device():
                 del self._session
 
-    def _bind(self, addresses: _Addresses, update: Update) -> None:
+    def _bind(self, addresses: Addresses, update: Update) -> None:
         if addresses != self._bound:
             for role, value in zip(self._roles.names, self._roles.of(addresses, update), strict=True):
                 self._io.bind_ortvalue_input(role, value)
@@ -225,7 +177,9 @@ class ListRun:
         names = {value.name for value in session.get_inputs()}
         self._scalars = [name for name in (LEARNING_RATE, STEP) if name in names]
         self._outputs = [session.get_outputs()[0].name]
-        self._roles = _Roles(session, lambda own: [_array(piece) for piece in own], torch.device("cpu"))
+        self._roles = Roles(
+            (value.name for value in session.get_inputs()), lambda own: [_array(piece) for piece in own], torch.device("cpu")
+        )
 
     def apply(self, update: Update) -> bool:
         scalars = {LEARNING_RATE: np.array([update.lr], np.float32), STEP: np.array([update.step], np.int64)}
@@ -233,31 +187,6 @@ class ListRun:
         feeds.update(zip(self._roles.names, self._roles.of(self._roles.addresses(update), update), strict=True))
         (updated, *_) = self._session.run(self._outputs, feeds, None)
         return bool(np.asarray(updated).reshape(-1)[0])
-
-
-_ROLES: dict[str, Callable[[Update], Tensors]] = {
-    PARAMETERS: attrgetter("parameters"),
-    GRADIENTS: attrgetter("gradients"),
-    FIRST_MOMENTS: lambda update: update.first or update.parameters,  # SGD declares them but does not use them
-    SECOND_MOMENTS: attrgetter("second"),
-}
-
-_address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-
-
-def _increment_versions(tensors: Tensors) -> None:
-    """Tell autograd that the tensors changed: it does not see writes by ORT."""
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except TypeError:  # PyTorch 2.4 accepts one tensor at a time
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
-
-
-def _refusal(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the optimizer graph takes contiguous float32 tensors, not {what} ones", remedy="Use OrtOptimizer(fused=True)."
-    )
 
 
 def _array(piece: Piece) -> Any:

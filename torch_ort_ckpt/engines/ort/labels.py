@@ -13,7 +13,7 @@ import onnx
 import torch
 
 from ...errors import CheckpointError
-from ...graphs.description import TensorSpec, read_labels, spec_of
+from ...graphs.description import TensorSpec, copy_of, read_labels, spec_of
 from ...graphs.passes.label_guards import LOSSES, guard_labels, guard_outputs, ignored_label
 from ...graphs.shapes import typed_values
 from .. import Tensors
@@ -94,6 +94,11 @@ def check_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> LabelC
     if guarded:
         guard_labels(model, guarded)
     return LabelChecks(given, guard_outputs(guarded))
+
+
+def given_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> LabelChecks:
+    """What to check before each run, for a graph that is not run itself. Standard operators check the indices that a graph computes."""
+    return LabelChecks(check_labels(copy_of(model), inputs).given, [])
 
 
 def recorded_labels(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> list[GivenLabels]:

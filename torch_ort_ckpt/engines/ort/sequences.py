@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from .build import installed
 from .dlpack import to_ort
 from .memory import Piece
 
@@ -137,7 +138,7 @@ def _api() -> _Api | None:
 
     library = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_shared.so"
     # Check the version first: another release may have a different layout.
-    if sys.platform != "linux" or onnxruntime.__version__.encode() != _RELEASE or not library.is_file():
+    if sys.platform != "linux" or onnxruntime.__version__.encode() != _RELEASE or not installed().dlpack or not library.is_file():
         return None
     get_host = ctypes.CDLL(str(library)).Provider_GetHost
     get_host.restype = _Pointer

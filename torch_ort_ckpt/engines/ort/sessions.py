@@ -20,6 +20,7 @@ from ...graphs.description import TensorSpec
 from ...graphs.onnxruntime_package import import_onnxruntime, ort_errors
 from ...pytorch_private import foreach_copy_
 from .. import EngineOptions, Tensors
+from .build import installed
 from .dlpack import as_input, from_ort, has_memory, to_ort, without_memory
 from .labels import NO_CHECKS, LabelChecks
 
@@ -30,6 +31,8 @@ class GraphSession:
     written: Mapping[str, str] = MappingProxyType({})
     """Outputs of the graph that replace a parameter's value, by parameter name."""
     labels: LabelChecks = NO_CHECKS
+    seed: str | None = None
+    """The input that takes the seed of dropout, if the graph has one."""
 
     def __init__(self, model: bytes | str, artifacts: Artifacts, options: EngineOptions, names: set[str], lane: Lane | None) -> None:
         self.session = make_session(model, options, lane)
@@ -88,11 +91,35 @@ class Binding:
         self._pointers: list[int] = [-1] * len(self._indices)
         self._values: list[Any] = [None] * len(self._indices)
         self._aliases: list[torch.Tensor] | None = None
+        self._holds, self._held = installed().dlpack, dict[str, torch.Tensor]()
+        self._seed: torch.Tensor | None = None
+        if owner.seed is not None:
+            self._seed = torch.zeros((), dtype=torch.int64, device=owner.device)
+            self.feed(owner.seed, self._seed)
+
+    def feed(self, name: str, tensor: torch.Tensor) -> Any:
+        """Bind an input to the tensor's memory, and keep it alive while it is bound."""
+        value = to_ort(tensor)
+        self.io.bind_ortvalue_input(name, value)
+        if not self._holds:
+            self._held[name] = tensor.detach()
+        return value
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Let an output be written to the tensor's memory, which the caller keeps alive."""
+        self.io.bind_ortvalue_output(name, to_ort(tensor))
+
+    def draw(self, seed: int) -> None:
+        """Determine the random numbers of the next run."""
+        if self._seed is None:
+            set_seed(seed)
+        else:
+            self._seed.fill_(seed)
 
     def bind(self, inputs: Tensors, parameters: Tensors) -> None:
         for name, value in zip(self.owner.inputs, inputs, strict=True):
             if name is not None:
-                self.io.bind_ortvalue_input(name, to_ort(as_input(value)))
+                self.feed(name, as_input(value))
         tensors = parameters if self._all else [parameters[index] for index in self._indices]
         # A parameter may have been replaced by a transposed view of itself: same pointer, different layout.
         pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
@@ -100,8 +127,7 @@ class Binding:
             for position, (old, new) in enumerate(zip(self._pointers, pointers, strict=True)):
                 if old != new or not new:
                     index, name = self.owner.parameters[position]
-                    value = to_ort(as_input(_checked(tensors[position], self.owner.specs[index])))
-                    self.io.bind_ortvalue_input(name, value)
+                    value = self.feed(name, as_input(_checked(tensors[position], self.owner.specs[index])))
                     self._values[position] = value
                     if name in self.owner.written:
                         self.io.bind_ortvalue_output(self.owner.written[name], value)
@@ -142,7 +168,7 @@ class Binding:
         if self._aliases is None:
             self._aliases = [master.to(dtype) for master, (_, _, dtype) in zip(masters, self.owner.aliases, strict=True)]
             for alias, (_, name, _) in zip(self._aliases, self.owner.aliases, strict=True):
-                self.io.bind_ortvalue_input(name, to_ort(alias))
+                self.feed(name, alias)
         foreach_copy_(self._aliases, masters)
 
 

@@ -31,6 +31,7 @@ class TorchEngine:
     `torch.compile`."""
 
     name = "torch"
+    reason = f"PyTorch {torch.__version__}"
     differentiable = True
     runs_optimizer_graph = False
     prefers_adjacent_parameters = False
@@ -44,6 +45,9 @@ class TorchEngine:
         self._trainable = [order[name] for name in artifacts.trainable]
         self.training_graph = make_graph(artifacts, options, training=True) if artifacts.training_path else None
         self.eval_graph = make_graph(artifacts, options, training=False) if artifacts.eval_path else None
+
+    def __repr__(self) -> str:
+        return f"engine torch ({self.reason})"
 
     def input_specs(self, parameters: Tensors) -> Sequence[TensorSpec]:
         kind = model_type(parameters, self._exported)

@@ -101,7 +101,9 @@ def joint_graph(model: onnx.ModelProto, inputs: Sequence[str]) -> JointGraph:
     shapes = {value.name: value for value in graph.input}
     extras = [value for value in graph.output[1:] if not value.name.endswith(ACCUMULATION_OUTPUT)]
     outputs = [graph.output[0], *extras]
-    outputs += [_renamed(shapes[name], value) for name, value in (*gradients.items(), *updates.items())]
+    # A gradient is like its buffer: the parameter itself may be an input of another type (a half-precision alias).
+    outputs += [_renamed(shapes[f"{name}{ACCUMULATION_BUFFER}"], value) for name, value in gradients.items()]
+    outputs += [_renamed(shapes[name], value) for name, value in updates.items()]
     taken = [value for value in graph.input if not value.name.endswith(ACCUMULATION_BUFFER) and value.name != LAZY_RESET]
     for holder, found in ((graph.node, nodes), (graph.input, taken), (graph.output, outputs)):
         _keep(holder, found)

@@ -7,13 +7,18 @@ ORT made have gradient kernels of the training build: their gradients are built 
 from __future__ import annotations
 
 import json
+import logging
+from weakref import WeakKeyDictionary
 
 import onnx
+import torch
 
 from ...errors import MissingFileError, UnsupportedError
 from ..artifacts import Artifacts
 from ..description import COUNTERS, all_nodes
-from ..gradients.contract import WRITE, JointGraph, joint_graph
+from ..gradients.contract import WRITE, JointGraph, joint_graph, training_model
+
+logger = logging.getLogger(__name__)
 
 
 def is_standard(model: onnx.ModelProto) -> bool:
@@ -29,12 +34,28 @@ def lowered(artifacts: Artifacts) -> tuple[JointGraph, dict[str, int]]:
             raise MissingFileError("no training_model", path=artifacts.folder, remedy="Export the artifacts with one.")
         raise UnsupportedError("only ONNX Runtime reads .ort models", path=artifacts.training_path, remedy="Keep training_model.onnx.")
     if not is_standard(model):
-        raise UnsupportedError(
-            "was made by ONNX Runtime: it has operators that only its training builds have",
-            path=artifacts.training_path,
-            remedy="Make the artifacts again: toc.rebuild_artifacts(folder, out).",
-        )
+        model = _rebuilt(artifacts)
     return joint_graph(model, [spec.name for spec in artifacts.inputs]), counters_of(model)
+
+
+_REBUILT: WeakKeyDictionary[Artifacts, onnx.ModelProto] = WeakKeyDictionary()
+"""Training models made again from their forward graphs: that takes seconds, and copies of a module share their artifacts."""
+
+
+def _rebuilt(artifacts: Artifacts) -> onnx.ModelProto:
+    """The training model with gradients that PyTorch makes. Buffers that are overwritten are read before that, as in our artifacts."""
+    from ..gradients.rebuild import rebuilt
+
+    if artifacts not in _REBUILT:
+        logger.info("building the gradients again, which ONNX Runtime made with operators of its training builds")
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may be in no_grad, and PyTorch is to differentiate
+            model, changed = training_model(rebuilt(artifacts).graph, list(artifacts.parameters))
+        if changed:
+            raise UnsupportedError(
+                "a step changes this buffer of whole numbers, which the graph reads too", field=min(changed), remedy='Use engine="torch".'
+            )
+        _REBUILT[artifacts] = model
+    return _REBUILT[artifacts]
 
 
 def counters_of(model: onnx.ModelProto) -> dict[str, int]:

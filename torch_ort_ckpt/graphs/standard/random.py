@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from ...errors import UnsupportedError
 from ..description import RANDOM_OPS, all_nodes
@@ -40,6 +40,19 @@ def feed_seeds(model: onnx.ModelProto, fragment: Fragment) -> bool:
     del graph.node[:]
     graph.node.extend(kept)
     graph.initializer.extend(made.constants)
+    return True
+
+
+def add_seed(model: onnx.ModelProto) -> bool:
+    """Replace every Dropout of a whole graph, and add the input `seed` (int64, no dimensions); returns whether there was one."""
+    graph = model.graph
+    taken = {name for node in all_nodes(graph) for name in (*node.input, *node.output)} | {tensor.name for tensor in graph.initializer}
+    taken |= {value.name for value in graph.input}
+    if SEED in taken and any(node.op_type in RANDOM_OPS for node in all_nodes(graph)):
+        raise UnsupportedError("a tensor of the graph is called like the input for dropout's seed", field=SEED, remedy="Rename it.")
+    if not feed_seeds(model, Fragment(taken)):
+        return False
+    graph.input.append(helper.make_tensor_value_info(SEED, TensorProto.INT64, []))
     return True
 
 

@@ -20,6 +20,7 @@ from .fragment import Fragment
 
 JOINED = 20_000
 """Parameters of at most this many elements are updated together."""
+_TINY = 1e-30
 NEW = ".new"
 """What follows a state's name in the output that replaces it."""
 
@@ -49,17 +50,19 @@ def add_update(
     rate: str = "lr",
     step: str = "step",
     joined: int = JOINED,
+    scalars: Scalars | None = None,
 ) -> None:
     """Add the nodes that compute `<state>.new` for every parameter in `shapes` and its moments.
 
     `gradients` maps each parameter to the value with its gradient. Parameters of at most `joined` elements are updated as one vector.
+    With `scalars` the graph has these values already, and does not compute them from rate and step.
     """
     if spec.max_norm is not None:
-        gradients = _clipped(graph, gradients, spec.max_norm)
+        gradients = clipped(graph, gradients, spec.max_norm)
     small = [name for name, shape in shapes.items() if math.prod(shape) <= joined]
     small = small if len(small) > 1 else []
     kinds = moments_of(spec)
-    scalars = _Scalars(graph, spec, rate, step)
+    scalars = scalars if scalars is not None else _scalars(graph, spec, rate, step)
     for name in shapes:
         if name not in small:
             states = [name, *(f"{name}.{kind}" for kind in kinds)]
@@ -74,37 +77,61 @@ def add_update(
             _part(graph, vector, column, [shapes[name] for name in small])
 
 
-class _Scalars:
-    """What an update needs of the rate and the step, as float32 scalars."""
+@dataclass(frozen=True)
+class Scalars:
+    """What an update needs of the rate and the step: names of float32 values without dimensions. `decay` is None if there is none."""
 
-    def __init__(self, graph: Fragment, spec: OptimizerSpec, rate: str, step: str) -> None:
-        lr = graph("Cast", rate, to=TensorProto.DOUBLE)
-        one = graph.constant(1.0, np.float64)
-        self.rate = rate
-        self.decay: str | None = None
-        if spec.weight_decay and spec.kind == "AdamW":
-            decay = graph("Sub", one, graph("Mul", lr, graph.constant(spec.weight_decay, np.float64)))
-            self.decay = graph("Cast", decay, to=TensorProto.FLOAT)
-        if spec.kind == "SGD":
-            return
-        # p -= lr / c1 * m / (sqrt(v) / c2 + eps) is p -= m / (sqrt(v) * factor + offset), two operators less for each element.
-        # A rate of zero would divide by zero: the smallest rate that is told from it moves no parameter either.
-        tiny = graph.constant(1e-30, np.float64)
-        inverse = graph("Div", one, graph("Where", graph("Less", graph("Abs", lr), tiny), tiny, lr))
-        eps = graph.constant(spec.eps, np.float64)
-        factor, offset = inverse, graph("Mul", inverse, eps)
-        if spec.correct_bias:
-            count = graph("Cast", step, to=TensorProto.DOUBLE)
-            first, second = (graph("Sub", one, graph("Pow", graph.constant(beta, np.float64), count)) for beta in spec.betas)
-            root = graph("Sqrt", second)
-            factor = graph("Div", graph("Mul", inverse, first), root)
-            # adam_mode 1 adds epsilon before the correction, as ORT's default does
-            scale = factor if spec.adam_mode == 1 else graph("Mul", inverse, first)
-            offset = graph("Mul", scale, eps)
-        self.factor, self.offset = (graph("Cast", value, to=TensorProto.FLOAT) for value in (factor, offset))
+    rate: str
+    decay: str | None = None
+    factor: str = ""
+    offset: str = ""
 
 
-def _one(graph: Fragment, spec: OptimizerSpec, scalars: _Scalars, operand: Operand, made: list[str]) -> None:
+def scalar_names(spec: OptimizerSpec) -> Scalars:
+    """For a graph that takes these values as inputs (see `scalar_values`)."""
+    decay = "decay" if spec.weight_decay and spec.kind == "AdamW" else None
+    return Scalars("rate", decay) if spec.kind == "SGD" else Scalars("rate", decay, "factor", "offset")
+
+
+def scalar_values(spec: OptimizerSpec, lr: float, step: int) -> dict[str, float]:
+    """The values of `scalar_names`, by the same formulas as in the graph."""
+    values = {"rate": lr, "decay": 1 - lr * spec.weight_decay}
+    if spec.kind != "SGD":
+        inverse = 1 / (lr if abs(lr) >= _TINY else _TINY)
+        first, second = (1 - beta**step for beta in spec.betas) if spec.correct_bias else (1.0, 1.0)
+        values["factor"] = inverse * first / math.sqrt(second)
+        values["offset"] = (values["factor"] if spec.adam_mode == 1 and spec.correct_bias else inverse * first) * spec.eps
+    return values
+
+
+def _scalars(graph: Fragment, spec: OptimizerSpec, rate: str, step: str) -> Scalars:
+    """Nodes that compute the scalars, in float64."""
+    lr = graph("Cast", rate, to=TensorProto.DOUBLE)
+    one = graph.constant(1.0, np.float64)
+    decay = None
+    if spec.weight_decay and spec.kind == "AdamW":
+        kept = graph("Sub", one, graph("Mul", lr, graph.constant(spec.weight_decay, np.float64)))
+        decay = graph("Cast", kept, to=TensorProto.FLOAT)
+    if spec.kind == "SGD":
+        return Scalars(rate, decay)
+    # p -= lr / c1 * m / (sqrt(v) / c2 + eps) is p -= m / (sqrt(v) * factor + offset), two operators less for each element.
+    # A rate of zero would divide by zero: the smallest rate that is told from it moves no parameter either.
+    tiny = graph.constant(_TINY, np.float64)
+    inverse = graph("Div", one, graph("Where", graph("Less", graph("Abs", lr), tiny), tiny, lr))
+    eps = graph.constant(spec.eps, np.float64)
+    factor, offset = inverse, graph("Mul", inverse, eps)
+    if spec.correct_bias:
+        count = graph("Cast", step, to=TensorProto.DOUBLE)
+        first, second = (graph("Sub", one, graph("Pow", graph.constant(beta, np.float64), count)) for beta in spec.betas)
+        root = graph("Sqrt", second)
+        factor = graph("Div", graph("Mul", inverse, first), root)
+        # adam_mode 1 adds epsilon before the correction, as ORT's default does
+        scale = factor if spec.adam_mode == 1 else graph("Mul", inverse, first)
+        offset = graph("Mul", scale, eps)
+    return Scalars(rate, decay, *(graph("Cast", value, to=TensorProto.FLOAT) for value in (factor, offset)))
+
+
+def _one(graph: Fragment, spec: OptimizerSpec, scalars: Scalars, operand: Operand, made: list[str]) -> None:
     """Update one tensor; `made` are the names of the new parameter and moments."""
     if spec.kind == "SGD":
         _sgd(graph, spec, scalars, operand, made)
@@ -114,7 +141,7 @@ def _one(graph: Fragment, spec: OptimizerSpec, scalars: _Scalars, operand: Opera
         raise UnsupportedError(f"no update graph for optimizer {spec.kind!r}", remedy='Use kind="AdamW", "Adam" or "SGD".')
 
 
-def _adam(graph: Fragment, spec: OptimizerSpec, scalars: _Scalars, operand: Operand, made: list[str]) -> None:
+def _adam(graph: Fragment, spec: OptimizerSpec, scalars: Scalars, operand: Operand, made: list[str]) -> None:
     gradient = operand.gradient
     if spec.kind == "Adam" and spec.weight_decay:
         gradient = graph("Add", gradient, graph("Mul", operand.parameter, graph.constant(spec.weight_decay)))
@@ -133,7 +160,7 @@ def _adam(graph: Fragment, spec: OptimizerSpec, scalars: _Scalars, operand: Oper
         graph("Sub", graph("Mul", operand.parameter, scalars.decay), change, name=made[0])
 
 
-def _sgd(graph: Fragment, spec: OptimizerSpec, scalars: _Scalars, operand: Operand, made: list[str]) -> None:
+def _sgd(graph: Fragment, spec: OptimizerSpec, scalars: Scalars, operand: Operand, made: list[str]) -> None:
     gradient = operand.gradient
     if spec.weight_decay:
         gradient = graph("Add", gradient, graph("Mul", operand.parameter, graph.constant(spec.weight_decay)))
@@ -144,13 +171,16 @@ def _sgd(graph: Fragment, spec: OptimizerSpec, scalars: _Scalars, operand: Opera
     graph("Sub", operand.parameter, graph("Mul", gradient, scalars.rate), name=made[0])
 
 
-def _clipped(graph: Fragment, gradients: Mapping[str, str], max_norm: float) -> dict[str, str]:
-    """The gradients, scaled so that their common norm is at most `max_norm`, as ORT's InplaceClipGradNorm does."""
+def clipped(graph: Fragment, gradients: Mapping[str, str], max_norm: float, names: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The gradients, scaled so that their common norm is at most `max_norm`, as ORT's InplaceClipGradNorm does.
+
+    `names` are those of the results, by parameter; by default new ones.
+    """
     squares = [graph("ReduceSumSquare", value, keepdims=0) for value in gradients.values()]
     norm = graph("Sqrt", graph("Sum", *squares))
     ratio = graph("Div", graph.constant(max_norm), graph("Add", norm, graph.constant(1e-6)))
     ratio = graph("Min", ratio, graph.constant(1.0))
-    return {name: graph("Mul", value, ratio) for name, value in gradients.items()}
+    return {name: graph("Mul", value, ratio, name=names[name] if names else None) for name, value in gradients.items()}
 
 
 def _join(graph: Fragment, values: list[str], shapes: list[tuple[int, ...]]) -> str:

@@ -1,0 +1,1 @@
+"""Training in stock builds of onnxruntime, which have no training operators."""
