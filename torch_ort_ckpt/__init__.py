@@ -3,7 +3,7 @@
 Files         load, save, detect, convert, verify, summarize; merge, split and PartitionPlan for rank sets
 States        CheckpointState of OptimizerGroup and PartitionInfo; average, diff -> DiffReport, Verification
 PyTorch       to_state_dict, to_optimizer_state_dict, from_torch, NameMap
-Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, to_torch_module, pipeline_stages,
+Graphs        Artifacts, OptimizerSpec, export_artifacts, export_executorch, export_step_model, to_torch_module, pipeline_stages,
               register_op, register_decomposition
 Running them  OrtModule, OrtOptimizer, TrainingSession
 Training      TrainingRunner with RunnerConfig and LearningRate -> Result; CheckpointManager of Entry; Feed,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and the documentation
     from .graphs.source.module import to_torch_module
     from .graphs.standard.export import export_step_model
     from .graphs.translation import register_op
+    from .integrations.executorch import export_executorch
     from .operations.average import average
     from .operations.convert import convert
     from .operations.diff import DiffReport, diff
@@ -77,6 +78,7 @@ _LAZY = {
     "detect": ".formats",
     "diff": ".operations.diff",
     "export_artifacts": ".graphs.export",
+    "export_executorch": ".integrations.executorch",
     "export_step_model": ".graphs.standard.export",
     "from_torch": ".checkpoint.bridge",
     "load": ".formats",
@@ -130,6 +132,7 @@ __all__ = [
     "detect",
     "diff",
     "export_artifacts",
+    "export_executorch",
     "export_step_model",
     "from_torch",
     "load",

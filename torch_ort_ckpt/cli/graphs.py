@@ -7,6 +7,7 @@ import argparse
 from ..checkpoint.state import format_bytes
 from ..formats import load
 from ..graphs.standard.export import MODEL, STATE, export_step_model
+from ..integrations.executorch import export_executorch
 from ..storage.paths import as_path
 from .output import print_line
 from .writing import escaped
@@ -25,4 +26,11 @@ def run_step_model(options: argparse.Namespace) -> int:
     for name in (MODEL, STATE):
         path = as_path(options.folder) / name
         print_line(f"{escaped(str(path))}: {format_bytes(path.stat().st_size)}")
+    return 0
+
+
+def run_executorch(options: argparse.Namespace) -> int:
+    export_executorch(options.artifacts, options.file, largest=options.largest, overwrite=options.overwrite)
+    path = as_path(options.file)
+    print_line(f"{escaped(str(path))}: {format_bytes(path.stat().st_size)}")
     return 0
