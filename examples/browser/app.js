@@ -2,14 +2,17 @@
 import { StepTrainer } from "./step_trainer.js";
 
 const SIZE = 28, BATCH = 16, STEPS = 50;
-const RUNTIMES = { wasm: "ort.wasm.min.mjs", webgpu: "ort.webgpu.min.mjs" };
+// Not ort.webgpu.min.mjs: its CPU part has no float64, in which the step model computes Adam's bias corrections (1.30).
+const RUNTIMES = { wasm: "ort.wasm.min.mjs", webgpu: "ort.min.mjs" };
 const $ = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** What a test or the console may look at; the buttons use the same functions. */
 const app = { trainer: null, backend: null, drawings: [], losses: [], start, trainBatch, guess, ready: null };
 window.digits = app;
-let ort, training = false, asked = null;
+let ort, training = false, asked = null, queue = Promise.resolve();
+/** The trainer does one thing at a time: what is asked for meanwhile waits. */
+const inTurn = (work) => (queue = queue.then(work, work));
 
 // ---- the model
 
@@ -25,8 +28,8 @@ async function start(backend, state) {
   app.backend = backend;
   $("download").disabled = false;
   show();
+  await guess();
   tell("Ready.");
-  guess();
 }
 
 async function read(path) {
@@ -38,7 +41,7 @@ async function read(path) {
 /** One update with a batch: pixels (Float32Array of n * 28 * 28 values from 0 to 1), labels (array of n digits). Returns the loss. */
 async function trainBatch(pixels, labels, lr) {
   const begun = performance.now();
-  const { loss } = await app.trainer.step(tensors(pixels, labels), lr);
+  const { loss } = await inTurn(() => app.trainer.step(tensors(pixels, labels), lr));
   app.losses.push(loss);
   $("pace").textContent = (performance.now() - begun).toFixed(1);
   return loss;
@@ -91,8 +94,18 @@ async function guess() {
   if (!app.trainer || training) return null;
   if (asked) return (asked.again = true), null;
   asked = { again: false };
+  try {
+    return await guessNow();
+  } finally {
+    const { again } = asked;
+    asked = null;
+    if (again) guess();
+  }
+}
+
+async function guessNow() {
   const { image, empty } = drawn();
-  const { output } = await app.trainer.evaluate(tensors(image, [0]));
+  const { output } = await inTurn(() => app.trainer.evaluate(tensors(image, [0])));
   const logits = [...(await output.getData())];
   const top = Math.max(...logits), weights = logits.map((value) => Math.exp(value - top));
   const total = weights.reduce((one, two) => one + two), odds = weights.map((value) => value / total);
@@ -104,9 +117,7 @@ async function guess() {
     bar.lastChild.textContent = empty ? "" : `${Math.round(value * 100)} %`;
   });
   $("verdict").textContent = empty ? "Draw something." : app.trainer.updates ? `Looks like a ${best}.` : "It has learned nothing yet.";
-  const { again } = asked;
-  asked = null;
-  return again ? guess() : odds;
+  return odds;
 }
 
 // ---- drawing
@@ -207,11 +218,11 @@ const attempt = (work) => Promise.resolve().then(work).then(update, (error) => {
 $("clear").onclick = clear;
 $("printed").onclick = printed;
 $("train").onclick = () => (training ? (training = false) : attempt(train));
-$("backend").onchange = () => attempt(async () => start($("backend").value, await app.trainer.save()));
+$("backend").onchange = () => attempt(async () => start($("backend").value, await inTurn(() => app.trainer.save())));
 $("upload").onchange = () => attempt(async () => { app.losses.length = 0; await start(app.backend, new Uint8Array(await $("upload").files[0].arrayBuffer())); });
 $("download").onclick = () => attempt(async () => {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([await app.trainer.save()], { type: "application/octet-stream" }));
+  link.href = URL.createObjectURL(new Blob([await inTurn(() => app.trainer.save())], { type: "application/octet-stream" }));
   link.download = "state.safetensors";
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
