@@ -100,7 +100,9 @@ class Page:
         x, y, width, height = self.evaluate(place + "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()")
         kinds = ["mousePressed", *["mouseMoved"] * (len(points) - 1)]
         for kind, (right, down) in zip(kinds, points, strict=True):
-            self.send("Input.dispatchMouseEvent", type=kind, x=x + right * width, y=y + down * height, button="left", buttons=1, clickCount=1)
+            self.send(
+                "Input.dispatchMouseEvent", type=kind, x=x + right * width, y=y + down * height, button="left", buttons=1, clickCount=1
+            )
         right, down = points[-1]
         self.send("Input.dispatchMouseEvent", type="mouseReleased", x=x + right * width, y=y + down * height, button="left", clickCount=1)
 

@@ -25,8 +25,9 @@ class Digits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # Strides instead of MaxPool2d: its gradient needs the places of the maxima, which WebGPU kernels do not give (onnxruntime-web 1.30).
         self.features = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+            nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()
         )
         self.classifier = nn.Linear(16 * 7 * 7, 10)
 

@@ -30,7 +30,9 @@ def installed(package: str) -> Path:
         command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts", package]
         done = subprocess.run(command, capture_output=True, text=True, timeout=250)
         if done.returncode:
-            pytest.skip(f"npm can't install {package}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no reason given'}")
+            pytest.skip(
+                f"npm can't install {package}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no reason given'}"
+            )
     return modules
 
 

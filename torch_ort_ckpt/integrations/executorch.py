@@ -64,12 +64,9 @@ def export_executorch(
                 constant_methods={OUTPUTS: names},
                 compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),  # the graph keeps `detach`
             )
-            buffers = [public_name(role.name) for role in program.outputs if role.kind == "update"]
-            made = edge.to_executorch(_config(exir, buffers))
+            made = edge.to_executorch(_config(exir, edge.exported_program()))
     except TRACING_ERRORS as error:
-        raise UnsupportedError(
-            f"ExecuTorch can't compile the gradient graph ({first_line(error)})", path=source.training_path
-        ) from error
+        raise UnsupportedError(f"ExecuTorch can't compile the gradient graph ({first_line(error)})", path=source.training_path) from error
     with atomic_write(place) as file:
         file.write(made.buffer)
 
@@ -100,7 +97,9 @@ def _joint(artifacts: Artifacts, example_inputs: Sequence[torch.Tensor] | None, 
     if odd := next((size for size, bound in bounds.items() if bound < 2), None):
         raise CheckpointError(f"must be at least 2, not {bounds[odd]}", field=f"largest: {odd}")
     if not isinstance(largest, int) and (unknown := sorted(largest.keys() - sizes)):
-        raise CheckpointError(f"no open dimension {unknown[0]!r}", field="largest", remedy=f"There are: {', '.join(sorted(sizes)) or 'none'}.")
+        raise CheckpointError(
+            f"no open dimension {unknown[0]!r}", field="largest", remedy=f"There are: {', '.join(sorted(sizes)) or 'none'}."
+        )
     return joint(capture(wrapped, traced, dynamic, bounds))
 
 
@@ -140,11 +139,14 @@ def _use_public_names(program: ExportedProgram) -> None:
             tensors_by_name[public_name(name)] = tensors_by_name.pop(name)
 
 
-def _config(exir: Any, buffers: Sequence[str]) -> Any:
+def _config(exir: Any, program: ExportedProgram) -> Any:
     """Buffers that a step changes start with the values they have; by default ExecuTorch starts them at zero."""
     from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
 
-    return exir.ExecutorchBackendConfig(passes=[InitializedMutableBufferPass(list(buffers))] if buffers else [])
+    signature = program.graph_signature
+    changed = set(signature.buffers_to_mutate.values())
+    nodes = [spec.arg.name for spec in signature.input_specs if spec.target in changed]
+    return exir.ExecutorchBackendConfig(passes=[InitializedMutableBufferPass(nodes)] if nodes else [])
 
 
 @contextlib.contextmanager
