@@ -23,6 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "browser": None if find_chromium() else "needs chromium",
+        "clients": None if os.environ.get("TOC_CLIENTS") else "takes long, installs packages: tox -e browser",
         "zoo": None if os.environ.get("TOC_ZOO") else "takes long: TOC_ZOO=1",
         "soak": None if os.environ.get("TOC_SOAK") else "takes long or much memory: tox -e soak",
     }

@@ -1,5 +1,5 @@
 // The page: drawings become batches, StepTrainer trains on them. Everything happens in this tab.
-import { StepTrainer } from "./step_trainer.js";
+import { StepTrainer, readSafetensors } from "./step_trainer.js";
 
 const SIZE = 28, BATCH = 16, STEPS = 50;
 // Not ort.webgpu.min.mjs: its CPU part has no float64, in which the step model computes Adam's bias corrections (1.30).
@@ -19,17 +19,38 @@ const inTurn = (work) => (queue = queue.then(work, work));
 /** Begin with a state (bytes of a state.safetensors; by default the model's own) on a backend: "wasm" or "webgpu". */
 async function start(backend, state) {
   tell(`Starting ${backend} …`);
-  ort = await import(`./node_modules/onnxruntime-web/dist/${RUNTIMES[backend]}`).catch((error) => {
-    throw new Error(`onnxruntime-web is not here: run "npm install onnxruntime-web" in this folder (${error.message})`);
-  });
-  ort.env.wasm.numThreads = 1; // more need a server that sends cross-origin isolation headers
-  const model = await read("model/step_model.onnx");
-  app.trainer = await StepTrainer.create(ort, model, state ?? (await read("model/state.safetensors")), { executionProviders: [backend] });
+  const model = await read("model/step_model.onnx"), begin = state ?? (await read("model/state.safetensors"));
+  if (backend !== "wasm") await compare(backend, model, begin);
+  [ort, app.trainer] = await open(backend, model, begin);
   app.backend = backend;
-  $("download").disabled = false;
   show();
   await guess();
   tell("Ready.");
+}
+
+async function open(backend, model, state) {
+  const runtime = await import(`./node_modules/onnxruntime-web/dist/${RUNTIMES[backend]}`).catch((error) => {
+    throw new Error(`onnxruntime-web is not here: run "npm install onnxruntime-web" in this folder (${error.message})`);
+  });
+  runtime.env.wasm.numThreads = 1; // more need a server that sends cross-origin isolation headers
+  return [runtime, await StepTrainer.create(runtime, model, state, { executionProviders: [backend] })];
+}
+
+/** Refuse a backend whose first step is not WebAssembly's: kernels and drivers have faults, and a wrong gradient trains something else. */
+async function compare(backend, model, state) {
+  const pixels = Float32Array.from({ length: 4 * SIZE * SIZE }, (_, i) => 0.5 + 0.5 * Math.sin(i * i));
+  const states = [];
+  for (const name of ["wasm", backend]) {
+    const [runtime, trainer] = await open(name, model, state);
+    await trainer.step(tensors(pixels, [1, 3, 5, 7], runtime), 0.001);
+    states.push(readSafetensors(await trainer.save()).tensors);
+  }
+  for (const [name, { type, data }] of states[0]) {
+    if (type !== "float32") continue;
+    const most = data.reduce((found, value) => Math.max(found, Math.abs(value)), 1e-6);
+    const off = data.reduce((found, value, i) => Math.max(found, Math.abs(value - states[1].get(name).data[i])), 0);
+    if (!(off <= 0.01 * most)) throw new Error(`${backend} computes ${name} otherwise than WebAssembly does here (onnxruntime-web's kernel or the driver): not used.`);
+  }
 }
 
 async function read(path) {
@@ -47,10 +68,10 @@ async function trainBatch(pixels, labels, lr) {
   return loss;
 }
 
-function tensors(pixels, labels) {
+function tensors(pixels, labels, { Tensor } = ort) {
   return {
-    pixels: new ort.Tensor("float32", pixels, [labels.length, 1, SIZE, SIZE]),
-    labels: new ort.Tensor("int64", BigInt64Array.from(labels, BigInt), [labels.length]),
+    pixels: new Tensor("float32", pixels, [labels.length, 1, SIZE, SIZE]),
+    labels: new Tensor("int64", BigInt64Array.from(labels, BigInt), [labels.length]),
   };
 }
 
@@ -218,7 +239,13 @@ const attempt = (work) => Promise.resolve().then(work).then(update, (error) => {
 $("clear").onclick = clear;
 $("printed").onclick = printed;
 $("train").onclick = () => (training ? (training = false) : attempt(train));
-$("backend").onchange = () => attempt(async () => start($("backend").value, await inTurn(() => app.trainer.save())));
+$("backend").onchange = () => attempt(async () => {
+  try {
+    await start($("backend").value, await inTurn(() => app.trainer.save()));
+  } finally {
+    $("backend").value = app.backend; // a backend that does not work leaves the old one
+  }
+});
 $("upload").onchange = () => attempt(async () => { app.losses.length = 0; await start(app.backend, new Uint8Array(await $("upload").files[0].arrayBuffer())); });
 $("download").onclick = () => attempt(async () => {
   const link = document.createElement("a");

@@ -1,4 +1,6 @@
-"""Write the model that the page trains: `model/step_model.onnx` and `model/state.safetensors`. Then install the runtime and serve the folder:
+"""Write the model that the page trains: `model/step_model.onnx` and `model/state.safetensors`.
+
+Then install the runtime and serve the folder:
 
 python examples/browser/make_model.py
 cd examples/browser
@@ -25,7 +27,7 @@ class Digits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Strides instead of MaxPool2d: its gradient needs the places of the maxima, which WebGPU kernels do not give (onnxruntime-web 1.30).
+        # Strides instead of MaxPool2d: its gradient needs the places of the maxima, which WebGPU kernels of onnxruntime-web 1.30 lack.
         self.features = nn.Sequential(
             nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()
         )

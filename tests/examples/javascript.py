@@ -37,7 +37,9 @@ def installed(package: str) -> Path:
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
-    extensions_map = {**http.server.SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript", ".wasm": "application/wasm"}
+    def guess_type(self, path: str | os.PathLike[str]) -> str:
+        own = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm"}
+        return own.get(Path(path).suffix) or super().guess_type(path)
 
     def log_message(self, format: str, *args: object) -> None:
         pass

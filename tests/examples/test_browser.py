@@ -158,15 +158,24 @@ def test_what_a_user_does(site: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.browser
-def test_webgpu(site: Path, example: ModuleType, tmp_path: Path) -> None:
+def test_webgpu_trains_as_pytorch_does_or_is_refused(site: Path, example: ModuleType, tmp_path: Path) -> None:
     with served(site) as address, browser(tmp_path / "profile", *WEBGPU) as page:
         opened(page, address)
         if not page.evaluate("(async () => navigator.gpu && await navigator.gpu.requestAdapter() !== null)()"):
             pytest.skip("this chromium has no WebGPU adapter")
-        page.evaluate("digits.start('webgpu')")
-        assert page.evaluate("digits.backend") == "webgpu"
-        losses = train_in(page)
-        check(downloaded(page, tmp_path), example, losses)
+        message = page.evaluate("digits.start('webgpu').then(() => '', (error) => error.message)")
+        if message:  # onnxruntime-web 1.30 on SwiftShader: a gradient is wrong
+            assert "otherwise than WebAssembly does here" in message
+            assert page.evaluate("digits.backend") == "wasm"
+        else:
+            assert page.evaluate("digits.backend") == "webgpu"
+        check(downloaded_after(page, tmp_path), example, page.evaluate("digits.losses"))
+
+
+def downloaded_after(page: Page, folder: Path) -> Path:
+    """The state after the batches: a backend that was refused leaves the page working."""
+    train_in(page)
+    return downloaded(page, folder)
 
 
 @pytest.mark.parametrize(("package", "entry"), [("onnxruntime-web", "dist/ort.node.min.mjs"), ("onnxruntime-node", "dist/index.js")])

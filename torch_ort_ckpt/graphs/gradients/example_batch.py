@@ -67,14 +67,15 @@ def _assignments(specs: Sequence[TensorSpec]) -> Iterator[Mapping[str, int]]:
     places = [(_name(spec, axis), axis) for spec in specs for axis, size in enumerate(spec.shape or ()) if isinstance(size, str)]
     names = list(dict.fromkeys(name for name, _ in places if name.isidentifier()))
     yield {name: _SIZES[place % len(_SIZES)] for place, name in enumerate(names)}
-    first = {name: axis for name, axis in reversed(places)}
+    first = dict(reversed(places))
     yield {name: _SIZES[first[name] % len(_SIZES)] for name in names}
     for size in (6, 8, 12, 16, 32, 64, 224):
         yield dict.fromkeys(names, size)
 
 
 def _tensor(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-    assert spec.dtype is not None and spec.shape is not None
+    assert spec.dtype is not None
+    assert spec.shape is not None
     shape = [size if isinstance(size, int) else _size(_name(spec, axis), sizes) for axis, size in enumerate(spec.shape)]
     if spec.dtype.is_floating_point:
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(spec.dtype)
