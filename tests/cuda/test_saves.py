@@ -176,11 +176,14 @@ def test_ranks_have_gloo_for_the_cpu_and_nccl_for_cuda(cuda: Cuda, monkeypatch: 
     """A rank beyond the GPUs keeps its CPU model: more ranks than GPUs are not an error."""
     asked: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", asked.append)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", local_rank)):
         monkeypatch.setenv(name, value)
     assert distributed.start()
     assert asked == ["cpu:gloo,cuda:nccl"]
     assert torch.cuda.current_device() == current
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # a build with CUDA for Windows
+    assert distributed.start()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert distributed.start()
-    assert asked[1:] == ["gloo"]
+    assert asked[1:] == ["gloo", "gloo"]

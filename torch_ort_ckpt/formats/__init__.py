@@ -47,6 +47,10 @@ _MODULES = {name: f".legacy.{name}" if name in ("runner", "pbseq", "ortcp", "ort
 _INDEX = ".index.json"
 """What the index of a sharded `<name>.safetensors` is called: `<name>.safetensors.index.json`."""
 
+_INSIDE = "checkpoint"
+_AROUND = ("manifest.json", "training_model.onnx", "training_model.ort", "eval_model.onnx", "eval_model.ort")
+"""A folder with `checkpoint` and one of these, an entry of a checkpoint directory or artifacts, stands for that checkpoint."""
+
 _FOLDERS = ("pbseq", "runner", "dcp")
 """Formats whose checkpoints are folders, always."""
 
@@ -211,8 +215,19 @@ def format_for(path: PathLike) -> str:
     if not Path(text).suffix:
         return "ort"
     raise CheckpointError(
-        "can't tell a format from this name", path=path, remedy=f"Pass format= (of convert: to_format=, --to) one of {', '.join(FORMATS)}."
+        "can't tell a format from this name", path=path, remedy=f"Pass format= (of convert: to_format=, --to) one of {', '.join(WRITABLE)}."
     )
+
+
+def inside_folder(folder: PathLike, source: PathLike, format: str) -> Path:
+    """Where a conversion of `source` goes that is to be put into `folder`: under the source's name with the format's suffix. A checkpoint
+    that is a folder itself is that folder."""
+    if format in _FOLDERS:
+        return as_path(folder)
+    name = as_path(source).name
+    known = [suffix for kind in FORMATS for suffix in module(kind).SUFFIXES if suffix and name.endswith(suffix) and name != suffix]
+    suffix = "" if format == "ort" else module(format).SUFFIXES[0]
+    return as_path(folder) / (name.removesuffix(max(known, key=len, default="")) + suffix)
 
 
 def read_by(name: str, path: PathLike | None = None) -> str:
@@ -221,7 +236,7 @@ def read_by(name: str, path: PathLike | None = None) -> str:
     if path is None or not hasattr(own, "read_by"):
         return str(getattr(own, "READ_BY", "no release of ORT"))
     files = _ranks(path, name) or [path]
-    return "; ".join(dict.fromkeys(str(own.read_by(surviving(file))) for file in files))
+    return "; ".join(dict.fromkeys(str(own.read_by(_found(file))) for file in files))
 
 
 def module(name: str) -> ModuleType:
@@ -232,9 +247,11 @@ def module(name: str) -> ModuleType:
 
 
 def _found(path: PathLike, *, quiet: bool = False) -> Path:
-    """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, or under the other name of a safetensors file: the
-    index of its shards, and the other way round."""
+    """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, inside an entry of a checkpoint directory or a
+    folder of artifacts, or under the other name of a safetensors file: the index of its shards, and the other way round."""
     place = surviving(path, quiet=quiet)
+    if (place / _INSIDE).is_file() and any((place / name).is_file() for name in _AROUND):
+        return place / _INSIDE
     single = os.fspath(place).removesuffix(_INDEX)
     if os.path.lexists(place) or not single.endswith(".safetensors"):
         return place
@@ -267,6 +284,12 @@ def _load_ranks(path: PathLike | Sequence[PathLike], ranks: list[PathLike], **op
     try:
         return merge(ranks, **options)
     except CheckpointError as error:
+        if single and error.field == WORLD_RANK and os.path.isdir(cast(PathLike, path)):
+            raise CheckpointError(
+                f"holds {len(ranks)} checkpoints that are not ranks of one run: {', '.join(Path(rank).name for rank in ranks[:5])}",
+                path=cast(PathLike, path),
+                remedy="Name one of them. Pipeline stages that do not say their place: merge(..., stages=True), --stages.",
+            ) from error
         if error.path is None and isinstance(path, (str, os.PathLike)):
             error.path = os.fspath(path)
         raise

@@ -98,6 +98,8 @@ class OrtEngine:
             self.eval_graph()
 
     def eval_graph(self) -> _EvalGraph:
+        if self._lane is not None:
+            self._lane.refuse_capture()
         with self._lock:
             if self._eval is None:
                 self._eval = _EvalGraph(self.artifacts, self.options, self._lane)
@@ -113,6 +115,8 @@ class OrtEngine:
 
     def training_graph(self) -> _TrainingGraph:
         self._notice_autocast()
+        if self._lane is not None:
+            self._lane.refuse_capture()
         if self._training is None:
             with self._lock:
                 if self._training is None:
