@@ -3,8 +3,8 @@
 Files         load, save, detect, convert, verify, summarize; merge, split and PartitionPlan for rank sets
 States        CheckpointState of OptimizerGroup and PartitionInfo; average, diff -> DiffReport, Verification
 PyTorch       to_state_dict, to_optimizer_state_dict, from_torch, NameMap
-Graphs        Artifacts, OptimizerSpec, export_artifacts, export_executorch, export_step_model, to_torch_module, pipeline_stages,
-              register_op, register_decomposition
+Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, export_executorch, rebuild_artifacts, to_torch_module,
+              pipeline_stages, register_op, register_decomposition
 Running them  OrtModule, OrtOptimizer, TrainingSession
 Training      TrainingRunner with RunnerConfig and LearningRate -> Result; CheckpointManager of Entry; Feed,
               ResumableSampler, optimal_checkpoint_period
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and the documentation
     from .graphs.artifacts import Artifacts
     from .graphs.export import export_artifacts
     from .graphs.gradients.decompositions import register_decomposition
+    from .graphs.rebuild import rebuild_artifacts
     from .graphs.source.module import to_torch_module
     from .graphs.standard.export import export_step_model
     from .graphs.translation import register_op
@@ -80,6 +81,7 @@ _LAZY = {
     "export_artifacts": ".graphs.export",
     "export_executorch": ".integrations.executorch",
     "export_step_model": ".graphs.standard.export",
+    "rebuild_artifacts": ".graphs.rebuild",
     "from_torch": ".checkpoint.bridge",
     "load": ".formats",
     "merge": ".formats",
@@ -139,6 +141,7 @@ __all__ = [
     "merge",
     "optimal_checkpoint_period",
     "pipeline_stages",
+    "rebuild_artifacts",
     "register_decomposition",
     "register_op",
     "save",

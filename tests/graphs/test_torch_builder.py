@@ -115,6 +115,31 @@ class Indexing(nn.Module):
         return torch.where(best > 0, best, 0.1 * best)
 
 
+class Bags(nn.Module):
+    """The exporter writes a Transpose that moves nothing before the Gemm, which ONNX Runtime takes for one that swaps rows and columns:
+    wrong without an error where there are as many rows as columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.fc = nn.EmbeddingBag(11, 4, mode="sum"), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.bag(x))
+
+
+class Causal(nn.Module):
+    """A TransformerEncoder with a mask: `torch.nn` reads the mask's values to choose a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body, self.fc = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.fc(self.body(x, mask=mask)[:, -1])
+
+
 def rows(*shape: int, high: int | None = None) -> Callable[[int], torch.Tensor]:
     """Inputs of a batch of any size."""
     return lambda size: torch.randn(size, *shape) if high is None else torch.randint(0, high, (size, *shape))
@@ -132,6 +157,8 @@ CASES: dict[str, tuple[type[nn.Module], list[Callable[[int], torch.Tensor]], int
     "stopped gradients": (StraightThrough, [rows(4, high=11)], 11),
     "lora": (Lora, [rows(6)], 3),
     "attention": (Attention, [rows(5, 8), visible], 3),
+    "bags": (Bags, [rows(5, high=11)], 3),
+    "causal mask": (Causal, [rows(5, 8)], 3),
     "indexing": (Indexing, [rows(6), rows(high=7)], 3),
 }
 

@@ -35,6 +35,7 @@ def _add_all(subparsers: Any) -> None:
     _add_average(subparsers)
     _add_merge(subparsers)
     _add_split(subparsers)
+    _add_rebuild(subparsers)
     _add_step_model(subparsers)
     _add_executorch(subparsers)
     _add_training(subparsers)
@@ -149,6 +150,27 @@ def _add_split(subparsers: Any) -> None:
     )
     parser.add_argument("--to", choices=WRITABLE, help="format of the ranks (default: that of SRC, or ort where it can't be written)")
     _add_writing(parser)
+
+
+def _add_rebuild(subparsers: Any) -> None:
+    parser = _command(
+        subparsers,
+        "rebuild",
+        "graphs.run_rebuild",
+        "Make training artifacts again, or from an inference model and a loss.",
+        "Make training artifacts with gradients of PyTorch's making; needs no onnxruntime. From a folder of artifacts, whoever made them, "
+        "everything is kept: names, what is trained, the optimizer, values and moments. From an .onnx model, its float32 weights are "
+        "trained with the given loss.",
+    )
+    parser.add_path("source", metavar="SRC", help="folder of training artifacts, or an inference model (.onnx)")
+    parser.add_path("folder", metavar="DST", help="folder for the new artifacts")
+    parser.add_argument("--loss", choices=("cross_entropy", "mse", "bce_with_logits", "l1"), help="of the model's first output")
+    parser.add_argument("--class-axis", type=int, metavar="N", help="where cross_entropy finds the classes: 1 or -1")
+    parser.add_argument("--outputs", nargs="+", metavar="NAME", help="the values of the graph that another loss takes")
+    parser.add_argument("--frozen", nargs="+", default=(), metavar="PATTERN", help="weights that are not trained")
+    parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), help="with PyTorch's defaults, instead of the artifacts' own")
+    parser.add_argument("--for-ort", metavar="RELEASE", help="the release that will train: 1.16 to 1.19 (default: 1.18 and later)")
+    _add_overwrite(parser)
 
 
 def _add_step_model(subparsers: Any) -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import onnx
 import torch
 from torch import nn
 
-from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError
-from ..formats import save
 from ..storage.paths import PathLike, as_path
-from .artifact_set import pending_set, refuse_existing
-from .artifacts import MODELS, Artifacts, OptimizerSpec
+from .artifact_writer import Made, Target
+from .artifacts import Artifacts, OptimizerSpec
 from .description import write_order
 from .gradients.clients import client_of
-from .optimizer import optimizer_model, optimizer_spec
+from .optimizer import optimizer_spec
 
 _log = logging.getLogger(__name__)
 
@@ -76,10 +71,9 @@ def export_artifacts(
     - `overwrite`: replace artifacts that are already in `folder`.
     """
     tell = progress or (lambda text: _log.info("%s", text))
-    place = as_path(folder)
-    owns = functools.partial(_is_artifact, prefix)
-    refuse_existing(place, owns, overwrite)
     client = client_of(for_ort)
+    target = Target(as_path(folder), client, prefix, nominal, overwrite)
+    target.refuse_existing()
     spec = optimizer_spec(optimizer)
     client.refuse_module(module)
     made = _build(
@@ -96,52 +90,27 @@ def export_artifacts(
         opset=opset,
         tell=tell,
     )
-    with pending_set(place, owns, overwrite=overwrite) as pending:
-        tell("writing the artifacts")
-        models = {f"{prefix}training_model.onnx": made.training, f"{prefix}eval_model.onnx": made.evaluation}
-        for graph in models.values():
+    tell("writing the artifacts")
+    for graph in (made.training, made.evaluation):
+        if graph is not None:
             write_order(graph, module)
-        if spec is not None:
-            models[f"{prefix}optimizer_model.onnx"] = optimizer_model(spec, opset=_opset(made.training))
-        for name, graph in models.items():
-            client.adapt(graph)
-            onnx.save(graph, pending.path / name)
-        state = client.state(made.trainable, made.states)
-        names = list(models)
-        checkpoints = {f"{prefix}checkpoint": state} | ({f"{prefix}nominal_checkpoint": _nominal(state)} if nominal else {})
-        for name, content in checkpoints.items():
-            save(content, pending.path / name, format="ort", version=client.checkpoint_version)
-            names += [part for part in (name, f"{name}.data") if (pending.path / part).exists()]
-        pending.commit(names)
-    return Artifacts.load(place, prefix=prefix)
+    return target.write(made, spec, client.state(made.trainable, made.states))
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What a builder returns: the models, which parameters are trained, and the values of everything that the checkpoint holds."""
-
-    training: onnx.ModelProto
-    evaluation: onnx.ModelProto
-    trainable: list[str]
-    states: dict[str, torch.Tensor]
-
-
-def _build(
-    builder: str, module: nn.Module, example_inputs: Any, loss: Any, *, exporter: str, example_targets: Any, **options: Any
-) -> _Made:
+def _build(builder: str, module: nn.Module, example_inputs: Any, loss: Any, *, exporter: str, example_targets: Any, **options: Any) -> Made:
     if builder == "ort":
         from .gradients.ort_forward import build_with_ort
 
         if example_targets is not None:
             raise CheckpointError("example_targets is for builder='torch'", remedy="Leave it out.")
-        return _Made(*build_with_ort(module, example_inputs, loss, exporter=exporter, **options))
+        return Made(*build_with_ort(module, example_inputs, loss, exporter=exporter, **options))
     from .gradients.contract import training_model
     from .gradients.torch_builder import build
 
     found = build(module, example_inputs, loss, example_targets=example_targets, **options)
     training, as_float = training_model(found.graph, list(found.states))
     states = {name: value.to(torch.float32) if name in as_float else value for name, value in found.states.items()}
-    return _Made(training, found.evaluation, found.trainable, states)
+    return Made(training, found.evaluation, found.trainable, states)
 
 
 def _builder(builder: str, loss: Any, exporter: str) -> str:
@@ -154,21 +123,3 @@ def _builder(builder: str, loss: Any, exporter: str) -> str:
         what = "a loss made of onnxblock" if from_ort else f"exporter={exporter!r}"
         raise CheckpointError(f"{what} is for ONNX Runtime's builder", remedy='Use builder="ort", or a loss in PyTorch.')
     return builder
-
-
-def _is_artifact(prefix: str, name: str) -> bool:
-    """Whether a file of this name belongs to the set of artifacts with this prefix."""
-    names = {f"{prefix}{model}{suffix}" for model in MODELS for suffix in (".onnx", ".ort")}
-    names |= {f"{prefix}{checkpoint}{suffix}" for checkpoint in ("checkpoint", "nominal_checkpoint") for suffix in ("", ".data")}
-    return name in names
-
-
-def _nominal(state: CheckpointState) -> CheckpointState:
-    def empty(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: torch.empty((), dtype=value.dtype, device="meta") for name, value in values.items()}
-
-    return CheckpointState(trainable=empty(state.trainable), frozen=empty(state.frozen), nominal=True, format_version=state.format_version)
-
-
-def _opset(model: onnx.ModelProto) -> int:
-    return next(int(item.version) for item in model.opset_import if item.domain in ("", "ai.onnx"))

@@ -100,7 +100,7 @@ def capture(wrapped: WithLoss, values: Sequence[torch.Tensor], dynamic: Dynamic,
     """The graph of loss and outputs, not yet decomposed. `largest` bounds dynamic sizes by name."""
     bounds: dict[str, Any] = {name: Dim.AUTO(max=size) for name, size in (largest or {}).items()}
     shapes = [{axis: bounds.get(size, Dim.AUTO) for axis, size in dynamic.get(name, {}).items()} for name in wrapped.names]
-    with _unchanged(wrapped), quiet(), sdpa_kernel(SDPBackend.MATH), noting_fixed_sizes() as fixed:
+    with _unchanged(wrapped), quiet(), sdpa_kernel(SDPBackend.MATH), _masks_unread(), noting_fixed_sizes() as fixed:
         try:
             program = torch.export.export(wrapped, tuple(values), dynamic_shapes=(tuple(shapes),), strict=False)
         except CheckpointError:
@@ -143,6 +143,23 @@ def grown(values: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, tor
             if key in values and name in single and values[key].shape[axis] == 1:
                 result[key] = torch.cat([result[key], result[key]], axis)
     return result
+
+
+@contextlib.contextmanager
+def _masks_unread() -> Iterator[None]:
+    """`nn.Transformer` reads its mask's values to find out whether it is the causal one, only to choose a faster kernel: no tracer can
+    follow that. The mask is used as it is instead."""
+    from torch.nn.modules import transformer
+
+    detect = getattr(transformer, "_detect_is_causal_mask", None)
+    if detect is None:
+        yield
+        return
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
 
 
 @contextlib.contextmanager

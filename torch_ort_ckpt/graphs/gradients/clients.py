@@ -6,6 +6,7 @@ BatchNorm's `num_batches_tracked` in the contiguous buffer of all parameters. Th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -69,6 +70,25 @@ class Client:
             frozen=frozen,
             format_version=self.checkpoint_version,
         )
+
+    def continued(self, state: CheckpointState, trainable: Iterable[str], values: Mapping[str, torch.Tensor]) -> CheckpointState:
+        """The checkpoint of a run that goes on: its moments and properties stay. These parameters are trained; `values` replace others."""
+        chosen = set(trainable)
+        tensors = {**state.parameters, **values}
+        groups = {
+            name: dataclasses.replace(group, states={key: moments for key, moments in group.states.items() if key in chosen})
+            for name, group in state.optimizer.items()
+        }
+        return CheckpointState(
+            trainable={name: value for name, value in tensors.items() if name in chosen},
+            frozen={name: value for name, value in tensors.items() if name not in chosen and not self._is_unwanted_counter(name)},
+            optimizer=groups,
+            properties=dict(state.properties),
+            format_version=self.checkpoint_version,
+        )
+
+    def _is_unwanted_counter(self, name: str) -> bool:
+        return not self.counters and name.endswith(_COUNTER)
 
     def _holds(self, name: str, value: torch.Tensor) -> bool:
         if not self.counters and name.endswith(_COUNTER) and not value.is_floating_point():

@@ -73,8 +73,7 @@ def training_model(joint: JointGraph, order: Sequence[str]) -> tuple[onnx.ModelP
     _keep(graph.output, outputs)
     graph.name = "training"
     _use_microsoft(model)
-    if counters:
-        model.metadata_props.add(key=COUNTERS, value=json.dumps(counters))
+    _record(model, counters)
     return model, as_float
 
 
@@ -274,6 +273,15 @@ def _keep(field: object, values: Sequence[object]) -> None:
     copies = [type(value).FromString(value.SerializeToString()) for value in values]  # type: ignore[attr-defined]  # protobuf messages
     del field[:]  # type: ignore[attr-defined]
     field.extend(copies)  # type: ignore[attr-defined]
+
+
+def _record(model: onnx.ModelProto, counters: Mapping[str, int]) -> None:
+    """Add the counters to those that the graph's metadata has already."""
+    known = [entry for entry in model.metadata_props if entry.key == COUNTERS]
+    found = {**counters, **{name: steps for entry in known for name, steps in json.loads(entry.value).items()}}
+    _keep(model.metadata_props, [entry for entry in model.metadata_props if entry.key != COUNTERS])
+    if found:
+        model.metadata_props.add(key=COUNTERS, value=json.dumps(found))
 
 
 def _use_microsoft(model: onnx.ModelProto) -> None:

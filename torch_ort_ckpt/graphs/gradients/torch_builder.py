@@ -33,7 +33,7 @@ class Gradients:
 
     graph: JointGraph
     program: JointProgram
-    evaluation: onnx.ModelProto
+    evaluation: onnx.ModelProto | None
     trainable: list[str]
     states: dict[str, torch.Tensor]
     """Parameters and persistent buffers, the loss's too, with the values that they have in the module."""
@@ -50,9 +50,10 @@ def build(
     extra_outputs: bool | Sequence[str] = False,
     dynamic_shapes: Dynamic | None = None,
     opset: int | None = None,
+    evaluation: bool = True,
     tell: Callable[[str], None] = _log.info,
 ) -> Gradients:
-    """The joint graph of a module and its loss; the module is left as it is."""
+    """The joint graph of a module and its loss, and with `evaluation` the eval graph; the module is left as it is."""
     chosen = find_loss(loss, class_axis)
     example = named_example(module, example_inputs, example_targets, chosen)
     twin = in_training_mode(module)
@@ -78,10 +79,12 @@ def build(
     program = joint(captured)
     tell("translating it to ONNX")
     graph = _joint_graph(program, [names[place] for place in extras], sizes, opset)
-    tell("exporting the eval graph")
-    evaluation = _evaluation(wrapped, ordered, dynamic, names, extras, opset, loss is None)
-    describe_labels(captured.program, captured.inputs, graph.model, evaluation)
-    return Gradients(graph, program, evaluation, list(graph.gradients), _states(wrapped, module))
+    evaluated = None
+    if evaluation:
+        tell("exporting the eval graph")
+        evaluated = _evaluation(wrapped, ordered, dynamic, names, extras, opset, loss is None)
+    describe_labels(captured.program, captured.inputs, graph.model, *([evaluated] if evaluated is not None else []))
+    return Gradients(graph, program, evaluated, list(graph.gradients), _states(wrapped, module))
 
 
 def _outputs(found: Sequence[torch.Tensor], wanted: bool | Sequence[str], has_loss: bool) -> tuple[list[str], list[int]]:

@@ -17,6 +17,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 
 from ...errors import MissingDependencyError, UnsupportedError
 from ..description import DETACHED, ONNX_ERRORS, PADDING, all_nodes
+from ..passes.identity_transpose import remove_identity_transposes
 from .capture import TRACING_ERRORS, quiet
 from .joint import Role
 from .private_export import flat_tuple
@@ -68,6 +69,7 @@ def translate(program: ExportedProgram, names: Names, opset: int | None, before:
     _rename(model, names)
     _widen_indices(model)
     _mark(model, padding)
+    remove_identity_transposes(model)  # ONNX Runtime takes any Transpose before a Gemm for one that swaps rows and columns
     model.ir_version = _IR_OF_OPSET.get(opset or OPSET, 10)
     _clean(model, names.sizes)
     return model
