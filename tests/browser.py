@@ -28,7 +28,7 @@ def find_chromium() -> str | None:
 
 
 @contextlib.contextmanager
-def browser(profile: Path) -> Iterator[Page]:
+def browser(profile: Path, *switches: str) -> Iterator[Page]:
     """A page in a browser of its own, which ends with the block."""
     inward, outward = os.pipe(), os.pipe()
     theirs = [fcntl.fcntl(inward[0], fcntl.F_DUPFD, 20), fcntl.fcntl(outward[1], fcntl.F_DUPFD, 20)]
@@ -41,6 +41,7 @@ def browser(profile: Path) -> Iterator[Page]:
         *map(str, theirs),
         str(find_chromium()),
         *_SWITCHES,
+        *switches,
         f"--user-data-dir={profile}",
         "about:blank",
     ]
@@ -74,9 +75,9 @@ class Page:
         for domain in ("Page", "Network", "Runtime"):
             self.send(f"{domain}.enable")
 
-    def open(self, path: Path) -> None:
+    def open(self, place: Path | str) -> None:
         before = self._loaded
-        self.send("Page.navigate", url=path.as_uri())
+        self.send("Page.navigate", url=place if isinstance(place, str) else place.as_uri())
         while self._loaded == before:
             self._note(self._receive())
 
@@ -92,6 +93,18 @@ class Page:
         box = self.evaluate(place + "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()")
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def drag(self, selector: str, points: list[tuple[float, float]]) -> None:
+        """Draw a line through points, given as fractions of the element's width and height."""
+        place = f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}}); "
+        x, y, width, height = self.evaluate(place + "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()")
+        kinds = ["mousePressed", *["mouseMoved"] * (len(points) - 1)]
+        for kind, (right, down) in zip(kinds, points, strict=True):
+            self.send(
+                "Input.dispatchMouseEvent", type=kind, x=x + right * width, y=y + down * height, button="left", buttons=1, clickCount=1
+            )
+        right, down = points[-1]
+        self.send("Input.dispatchMouseEvent", type="mouseReleased", x=x + right * width, y=y + down * height, button="left", clickCount=1)
 
     def type(self, selector: str, text: str) -> None:
         """Replace what the field holds by typing."""

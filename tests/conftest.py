@@ -38,6 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "huggingface": None if _found("transformers") and _found("accelerate") else "needs transformers and accelerate",
         "browser": None if find_chromium() else "needs chromium",
+        "clients": None if os.environ.get("TOC_CLIENTS") else "takes long, installs packages: tox -e browser",
         "zoo": None if os.environ.get("TOC_ZOO") else "takes long: TOC_ZOO=1",
         "soak": None if os.environ.get("TOC_SOAK") else "takes long or much memory: tox -e soak",
     }

@@ -3,8 +3,8 @@
 Files         load, save, detect, convert, verify, summarize; merge, split and PartitionPlan for rank sets
 States        CheckpointState of OptimizerGroup and PartitionInfo; average, diff -> DiffReport, Verification
 PyTorch       to_state_dict, to_optimizer_state_dict, from_torch, NameMap
-Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, rebuild_artifacts, to_torch_module, pipeline_stages,
-              register_op, register_decomposition
+Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, export_executorch,
+              rebuild_artifacts, to_torch_module, pipeline_stages, register_op, register_decomposition
 Running them  OrtModule, OrtOptimizer, TrainingSession
 Training      TrainingRunner with RunnerConfig and LearningRate -> Result; CheckpointManager of Entry; Feed,
               ResumableSampler, optimal_checkpoint_period
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and the documentation
     from .graphs.source.module import to_torch_module
     from .graphs.standard.export import export_step_model
     from .graphs.translation import register_op
+    from .integrations.executorch import export_executorch
     from .operations.average import average
     from .operations.convert import convert
     from .operations.diff import DiffReport, diff
@@ -85,6 +86,7 @@ _LAZY = {
     "detect": ".formats",
     "diff": ".operations.diff",
     "export_artifacts": ".graphs.export",
+    "export_executorch": ".integrations.executorch",
     "export_step_model": ".graphs.standard.export",
     "rebuild_artifacts": ".graphs.rebuild",
     "from_torch": ".checkpoint.bridge",
@@ -144,6 +146,7 @@ __all__ = [
     "detect",
     "diff",
     "export_artifacts",
+    "export_executorch",
     "export_step_model",
     "from_torch",
     "load",

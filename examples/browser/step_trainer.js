@@ -3,6 +3,7 @@
 //
 //   const trainer = await StepTrainer.create(ort, modelBytes, stateBytes);
 //   const { loss } = await trainer.step({ input: pixels, labels }, 0.001);
+//   const { output } = await trainer.evaluate({ input: pixels, labels });   // trains nothing; outputs by their names in the model
 //   const file = await trainer.save();          // bytes of state.safetensors, with the moments and the step
 
 const TYPES = {
@@ -15,6 +16,8 @@ const NAMES = Object.fromEntries(Object.entries(TYPES).map(([name, [type]]) => [
 // Metadata entries (texts) of state.safetensors that a step changes; the others are kept as they are.
 const STEP = "torch_ort_ckpt.step";
 const RATE = "torch_ort_ckpt.lr";
+const NEW = ".new";
+const COUNT = "accumulated.count";
 
 /** Tensors and metadata of a safetensors file: { tensors: Map name -> { type, dims, data }, metadata }. */
 export function readSafetensors(bytes) {
@@ -71,12 +74,14 @@ export class StepTrainer {
     const { tensors, metadata } = readSafetensors(state);
     const session = await ort.InferenceSession.create(model, sessionOptions);
     const known = new Set(session.inputNames);
-    const missing = session.outputNames.filter((name) => name.endsWith(".new")).map((name) => name.slice(0, -4));
+    const missing = session.outputNames.filter((name) => name.endsWith(NEW)).map((name) => name.slice(0, -NEW.length));
     for (const name of missing) {
       if (!tensors.has(name)) throw new Error(`state.safetensors has no ${name}: it belongs to another step model`);
     }
     const trainer = new StepTrainer();
     Object.assign(trainer, { _ort: ort, _session: session, _metadata: metadata, _known: known, _busy: false });
+    /** Batches since the last update, with accumulation. */
+    trainer._pending = tensors.has(COUNT) ? Number(tensors.get(COUNT).data[0]) : 0;
     /** Updates made so far. */
     trainer.updates = Number(metadata[STEP] ?? 0);
     /** Learning rate of `step` when none is given. */
@@ -85,32 +90,34 @@ export class StepTrainer {
     return trainer;
   }
 
-  /** One training step. `batch`: the model's inputs as ort.Tensor by name. Returns { loss, ...extra outputs }, loss as a number. */
-  async step(batch, lr = this.lr, extra = {}) {
-    if (this._busy) throw new Error("a step is still running: await it first");
-    this._busy = true;
-    try {
-      const { Tensor } = this._ort;
-      const feeds = { ...batch, ...extra };
-      for (const [name, value] of this._state) if (this._known.has(name)) feeds[name] = value;
-      if (this._known.has("lr")) feeds.lr = new Tensor("float32", Float32Array.of(lr), []);
-      if (this._known.has("step")) feeds.step = new Tensor("int64", BigInt64Array.of(BigInt(this.updates + 1)), []);
-      const results = await this._session.run(feeds);
-      const outputs = {};
-      let closed = true; // with accumulation, most batches make no update
+  /**
+   * One training step. `batch`: the model's inputs as ort.Tensor by name. Returns { loss, ...extra outputs }, loss as a number.
+   * `seed` (for dropout) may be any whole number; by default it differs in every step, and is the same when a run is repeated.
+   */
+  async step(batch, lr = this.lr, seed = this.updates * 4096 + this._pending) {
+    return this._exclusive(async () => {
+      const results = await this._run(batch, lr, seed);
       for (const [name, value] of Object.entries(results)) {
-        if (!name.endsWith(".new")) outputs[name] = value;
-        else this._replace(name.slice(0, -4), value);
-        if (name === "accumulated.count.new") closed = Number((await value.getData())[0]) === 0;
+        if (!name.endsWith(NEW)) continue;
+        this._replace(name.slice(0, -NEW.length), value);
+        if (name === COUNT + NEW) this._pending = Number((await value.getData())[0]);
       }
-      if (closed) this.updates += 1;
+      if (this._pending === 0) this.updates += 1; // with accumulation, most batches make no update
       this.lr = lr;
-      const [first] = this._session.outputNames;
-      outputs[first] = Number((await outputs[first].getData())[0]);
-      return outputs;
-    } finally {
-      this._busy = false;
-    }
+      return this._outputs(results);
+    });
+  }
+
+  /**
+   * The same outputs for a batch, without any change to the state.
+   * Layers compute as in training: dropout drops, BatchNorm takes the batch's statistics.
+   */
+  async evaluate(batch, seed = 0) {
+    return this._exclusive(async () => {
+      const results = await this._run(batch, 0, seed);
+      for (const [name, value] of Object.entries(results)) if (name.endsWith(NEW)) release(value);
+      return this._outputs(results);
+    });
   }
 
   /** The bytes of a state.safetensors that `torch_ort_ckpt.load` and `StepTrainer.create` read. */
@@ -120,9 +127,40 @@ export class StepTrainer {
     return writeSafetensors(tensors, { ...this._metadata, [STEP]: String(this.updates), [RATE]: String(this.lr) });
   }
 
+  async _exclusive(work) {
+    if (this._busy) throw new Error("a step is still running: await it first");
+    this._busy = true;
+    try {
+      return await work();
+    } finally {
+      this._busy = false;
+    }
+  }
+
+  _run(batch, lr, seed) {
+    const { Tensor } = this._ort;
+    const feeds = { ...batch };
+    for (const [name, value] of this._state) if (this._known.has(name)) feeds[name] = value;
+    const whole = (number) => new Tensor("int64", BigInt64Array.of(BigInt(number)), []);
+    const scalars = { lr: new Tensor("float32", Float32Array.of(lr), []), step: whole(this.updates + 1), seed: whole(seed) };
+    for (const [name, value] of Object.entries(scalars)) if (this._known.has(name)) feeds[name] = value;
+    return this._session.run(feeds);
+  }
+
+  async _outputs(results) {
+    const outputs = Object.fromEntries(Object.entries(results).filter(([name]) => !name.endsWith(NEW)));
+    const [loss] = this._session.outputNames;
+    outputs[loss] = Number((await outputs[loss].getData())[0]);
+    return outputs;
+  }
+
   _replace(name, value) {
     const old = this._state.get(name);
     this._state.set(name, value);
-    if (old.location === "gpu-buffer") old.dispose();
+    release(old);
   }
+}
+
+function release(tensor) {
+  if (tensor.location === "gpu-buffer") tensor.dispose();
 }

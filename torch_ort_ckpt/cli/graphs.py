@@ -8,6 +8,7 @@ from ..checkpoint.state import format_bytes
 from ..formats import load
 from ..graphs.rebuild import rebuild_artifacts
 from ..graphs.standard.export import MODEL, STATE, export_step_model
+from ..integrations.executorch import export_executorch
 from ..storage.paths import as_path
 from .output import print_line
 from .writing import escaped
@@ -43,4 +44,11 @@ def run_step_model(options: argparse.Namespace) -> int:
     for name in (MODEL, STATE):
         path = as_path(options.folder) / name
         print_line(f"{escaped(str(path))}: {format_bytes(path.stat().st_size)}")
+    return 0
+
+
+def run_executorch(options: argparse.Namespace) -> int:
+    export_executorch(options.artifacts, options.file, largest=options.largest, overwrite=options.overwrite)
+    path = as_path(options.file)
+    print_line(f"{escaped(str(path))}: {format_bytes(path.stat().st_size)}")
     return 0

@@ -37,6 +37,7 @@ def _add_all(subparsers: Any) -> None:
     _add_split(subparsers)
     _add_rebuild(subparsers)
     _add_step_model(subparsers)
+    _add_executorch(subparsers)
     _add_training(subparsers)
     _add_demo(subparsers)
     _add_doctor(subparsers)
@@ -193,6 +194,21 @@ def _add_step_model(subparsers: Any) -> None:
     parser.add_argument("--max-norm", type=float, metavar="X", help="clip the gradients' common norm (default: as the optimizer graph)")
     parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), help="with PyTorch's defaults, instead of the artifacts' own")
     parser.add_path("--checkpoint", metavar="FILE", help="start from this checkpoint instead of the artifacts' own")
+    _add_overwrite(parser)
+
+
+def _add_executorch(subparsers: Any) -> None:
+    parser = _command(
+        subparsers,
+        "executorch",
+        "graphs.run_executorch",
+        "Write an ExecuTorch program that trains, from training artifacts.",
+        "Write a .pte file that computes the loss and the gradients of training artifacts, for ExecuTorch's training module. Needs the "
+        "extra executorch.",
+    )
+    parser.add_path("artifacts", metavar="ARTIFACTS", help="folder with training_model.onnx and checkpoint")
+    parser.add_path("file", metavar="FILE", help="the program to write: model.pte")
+    parser.add_argument("--largest", type=int, default=64, metavar="N", help="the largest batch (and other open dimension); default 64")
     _add_overwrite(parser)
 
 

@@ -21,6 +21,8 @@ from tests.models import batch, module
 from tests.truth import Truth
 from torch_ort_ckpt.cli import main
 
+from .trainer import Trainer
+
 NAMES = ("mlp", "cnn", "transformer")
 ADAMW = toc.OptimizerSpec("AdamW", eps=1e-3, weight_decay=0.01)
 """With a large eps: a gradient that is zero but for rounding (a bias before a norm) would otherwise move its parameter anywhere."""
@@ -31,31 +33,6 @@ NATIVE = functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3, weight_decay=0.
 def artifacts(name: str, optimizer: str | toc.OptimizerSpec = ADAMW) -> toc.Artifacts:
     folder = tempfile.mkdtemp()
     return toc.export_artifacts(module(name), batch(name)[:1], Path(folder) / name, optimizer=optimizer)
-
-
-class Trainer:
-    """What a user writes in any language: feed every `X.new` back as `X`."""
-
-    def __init__(self, folder: Path) -> None:
-        ort = pytest.importorskip("onnxruntime")
-        self.session = ort.InferenceSession(str(folder / "step_model.onnx"), providers=["CPUExecutionProvider"])
-        self.outputs = [value.name for value in self.session.get_outputs()]
-        self.inputs = [value.name for value in self.session.get_inputs()]
-        states = {name.removesuffix(".new") for name in self.outputs if name.endswith(".new")}
-        from safetensors.numpy import load_file
-
-        self.state = load_file(folder / "state.safetensors")
-        assert states == set(self.state)
-        self.data = [name for name in self.inputs if name not in states | {"lr", "step", "seed"}]
-
-    def step(self, number: int, values: Any, lr: float = 0.01, seed: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        feeds = {**self.state, **{name: value.numpy() for name, value in zip(self.data, values, strict=True)}}
-        feeds |= {"lr": np.array(lr, np.float32), "step": np.array(number, np.int64)}
-        if seed is not None:
-            feeds["seed"] = np.array(seed, np.int64)
-        results = dict(zip(self.outputs, self.session.run(None, feeds), strict=True))
-        self.state = {name: results.pop(f"{name}.new") for name in self.state}
-        return results
 
 
 def compare_with_torch(folder: Path, name: str, optimizer: Any, accumulate: int = 1, max_norm: float | None = None) -> None:

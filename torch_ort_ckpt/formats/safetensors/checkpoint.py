@@ -37,7 +37,7 @@ from ..notes import describe, rebuild
 from ..ort import extras
 from ..shapes import MAX_TIES
 from .file import IDENTITY_KEY, identity_of, parse_json, read_file, read_header, reported, write_file, write_identity
-from .single import INLINE, apply_texts, join_moments, take_moments, texts_of
+from .single import INLINE, apply_texts, drop_empty_sums, join_moments, take_moments, texts_of
 
 SUFFIXES = (".safetensors", ".safetensors.index.json")
 KEY = "torch_ort_ckpt"
@@ -83,6 +83,8 @@ def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
             return _foreign(model)
         kind = note["moments"]
         inline = take_moments(model.tensors, note) if kind == INLINE else {}
+        if kind == INLINE:
+            drop_empty_sums(model.tensors, note)
         state = rebuild(model.tensors, note, path)
         backed_by(state, model.buffers)
         for (group, param, moment), value in inline.items():
@@ -217,9 +219,11 @@ def write(
     max_shard_size: int = MAX_SHARD_SIZE,
     metadata: Mapping[str, str] | None = None,
     single_file: bool = False,
+    accumulators: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write weights, and optimizer state in a file next to them, or in the same one (`single_file=True`, what step models start from).
-    `metadata` adds strings to the file's own, as `safetensors.torch.save_file` does."""
+    """Write weights, and optimizer state in a file next to them, or in the same one (`single_file=True`, what step models start from;
+    `accumulators` are its sums of gradients and their count). `metadata` adds strings to the file's own, as
+    `safetensors.torch.save_file` does."""
     if state.nominal:
         raise UnsupportedError("a nominal state has no data to write", path=path, remedy="Complete it first, or keep it in format 'ort'.")
     places = _Places.of(path)
@@ -228,7 +232,9 @@ def write(
     texts = dict(metadata or {})
     if single_file:
         weights, keys = join_moments(state, weights, path)
-        note |= {"moments": INLINE, "keys": keys}
+        weights |= accumulators or {}
+        note |= {"moments": INLINE, "keys": keys, "accumulators": sorted(accumulators or {})}
+        note["frozen"] = [*note["frozen"], *note["accumulators"]]
         texts |= texts_of(state)
         moments, moment_shards, weight_shards = {}, [], [weights]
     else:

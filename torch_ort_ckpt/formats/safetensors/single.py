@@ -17,6 +17,8 @@ from ...errors import CorruptFileError, UnsupportedError
 
 INLINE = "inline"
 """What the note says of the moments in such a file."""
+COUNT = "accumulated.count"
+"""How many batches the sums of gradients (`<parameter>.accumulated`) in such a file are of."""
 STEP, RATE = "torch_ort_ckpt.step", "torch_ort_ckpt.lr"
 _MAX_STEP = 2**63 - 1
 
@@ -55,6 +57,14 @@ def take_moments(tensors: dict[str, torch.Tensor], note: Mapping[str, Any]) -> d
     for key, (group, param, moment) in note["keys"].items():
         found[str(group), str(param), str(moment)] = tensors.pop(key)
     return found
+
+
+def drop_empty_sums(tensors: dict[str, torch.Tensor], note: Mapping[str, Any]) -> None:
+    """Leave out the sums of gradients if they are of no batch: they are zeros, and no part of a model. Others stay as buffers."""
+    names = [str(name) for name in note.get("accumulators", ())]
+    if names and tensors[COUNT].shape == () and not tensors[COUNT].item():
+        for name in names:
+            del tensors[name]
 
 
 def apply_texts(state: CheckpointState, metadata: Mapping[str, str], path: Path) -> None:

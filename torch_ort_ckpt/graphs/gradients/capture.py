@@ -117,9 +117,10 @@ def _with_gradient(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> se
     return found
 
 
-def capture(wrapped: WithLoss, values: Sequence[torch.Tensor], dynamic: Dynamic) -> Captured:
-    """The graph of loss and outputs, not yet decomposed."""
-    shapes = [dict.fromkeys(dynamic.get(name, {}), Dim.AUTO) for name in wrapped.names]
+def capture(wrapped: WithLoss, values: Sequence[torch.Tensor], dynamic: Dynamic, largest: Mapping[str, int] | None = None) -> Captured:
+    """The graph of loss and outputs, not yet decomposed. `largest` bounds dynamic sizes by name."""
+    bounds: dict[str, Any] = {name: Dim.AUTO(max=size) for name, size in (largest or {}).items()}
+    shapes = [{axis: bounds.get(size, Dim.AUTO) for axis, size in dynamic.get(name, {}).items()} for name in wrapped.names]
     with _unchanged(wrapped), quiet(), sdpa_kernel(SDPBackend.MATH), while_exporting(), noting_fixed_sizes() as fixed:
         try:
             program = torch.export.export(wrapped, tuple(values), dynamic_shapes=(tuple(shapes),), strict=False)

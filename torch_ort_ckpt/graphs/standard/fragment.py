@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,20 +43,17 @@ class Fragment:
         body._taken = self._taken
         return body
 
-    def branch(self, condition: str, then: Fragment, other: Fragment, outputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
-        """Compute the outputs (float32) by one body or the other; both compute values of these names."""
+    def branch(self, condition: str, then: Fragment, other: Fragment, outputs: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """Compute the outputs (name -> element type, shape) by one body or the other; both compute values of these names."""
         bodies = []
         for body, suffix in ((then, "then"), (other, "else")):
             inner = {name: f"{name}/{suffix}" for name in outputs}
             for node in body.nodes:
                 node.output[:] = [inner.get(name, name) for name in node.output]
                 node.input[:] = [inner.get(name, name) for name in node.input]
-            values = [
-                helper.make_tensor_value_info(inner[name], onnx.TensorProto.FLOAT, shape)
-                for name, shape in zip(outputs, shapes, strict=True)
-            ]
+            values = [helper.make_tensor_value_info(inner[name], kind, shape) for name, (kind, shape) in outputs.items()]
             bodies.append(helper.make_graph(body.nodes, suffix, [], values, body.constants))
-        self.several("If", [condition], outputs, then_branch=bodies[0], else_branch=bodies[1])
+        self.several("If", [condition], list(outputs), then_branch=bodies[0], else_branch=bodies[1])
 
     def fresh(self, stem: str) -> str:
         """A name that is not in use yet."""

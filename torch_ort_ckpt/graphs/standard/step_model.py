@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 
 from ...checkpoint.state import OptimizerSpec
 from ...errors import CheckpointError, UnsupportedError
+from ..description import all_nodes
 from ..gradients.contract import JointGraph
 from .fragment import Fragment
 from .random import feed_seeds
@@ -28,18 +29,32 @@ COUNT = "accumulated.count"
 ACCUMULATED = ".accumulated"
 
 
+State = tuple[int, tuple[int, ...]]
+"""Element type and shape of a state tensor."""
+
+
 @dataclass(frozen=True)
 class StepModel:
     """The graph, and its states: name -> (element type, shape)."""
 
     model: onnx.ModelProto
-    states: dict[str, tuple[int, tuple[int, ...]]]
+    states: dict[str, State]
 
 
 def step_model(
-    joint: JointGraph, spec: OptimizerSpec, counters: Mapping[str, int], *, accumulate: int = 1, optimize: bool = True
+    joint: JointGraph,
+    spec: OptimizerSpec,
+    counters: Mapping[str, int],
+    *,
+    unused: Mapping[str, State] | None = None,
+    accumulate: int = 1,
+    optimize: bool = True,
 ) -> StepModel:
-    """The joint graph with the optimizer's update behind it. `counters` are integer buffers that grow by a constant in every step."""
+    """The joint graph with the optimizer's update behind it.
+
+    `counters` are integer buffers that grow by a constant in every step; `unused` are tensors of the checkpoint that the graph does not
+    read, handed through so that the state stays complete.
+    """
     if accumulate < 1:
         raise CheckpointError(f"must be at least 1, not {accumulate!r}", field="accumulate")
     model = onnx.ModelProto()
@@ -47,10 +62,11 @@ def step_model(
     graph = model.graph
     tensors = {value.name: _type_of(value) for value in graph.input if value.name not in joint.inputs}
     tensors |= {name: (TensorProto.INT64, ()) for name in counters if name not in tensors}
-    shapes = {name: tensors[name][1] for name in joint.gradients}
-    added = [(f"{name}.{kind}", (TensorProto.FLOAT, shape)) for name, shape in shapes.items() for kind in moments_of(spec)]
+    tensors |= {name: state for name, state in (unused or {}).items() if name not in tensors}
+    trained = {name: tensors[name] for name in joint.gradients}
+    added = [(f"{name}.{kind}", state) for name, state in trained.items() for kind in moments_of(spec)]
     if accumulate > 1:
-        added += [(f"{name}{ACCUMULATED}", (TensorProto.FLOAT, shape)) for name, shape in shapes.items()]
+        added += [(f"{name}{ACCUMULATED}", state) for name, state in trained.items()]
         added.append((COUNT, (TensorProto.INT64, ())))
     _refuse_clashes([*joint.inputs, joint.loss, *joint.extras], tensors, [name for name, _ in added])
     states = {**tensors, **dict(added)}
@@ -60,13 +76,13 @@ def step_model(
     for name in tensors:
         if name in counters:
             fragment("Add", name, fragment.constant(counters[name], np.int64), name=f"{name}{NEW}")
-        elif name not in shapes:
+        elif name not in trained:
             fragment("Identity", joint.updates.get(name, name), name=f"{name}{NEW}")
     joined = JOINED if optimize else 0
     if accumulate == 1:
-        add_update(fragment, spec, shapes, joint.gradients, joined=joined)
+        _update(fragment, spec, trained, joint.gradients, joined)
     else:
-        _accumulate(fragment, spec, shapes, joint.gradients, accumulate, joined)
+        _accumulate(fragment, spec, trained, joint.gradients, accumulate, joined)
     values = {value.name: value for value in (*graph.input, *graph.output)}
     inputs = [values[name] for name in joint.inputs]
     inputs += [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in states.items()]
@@ -77,10 +93,16 @@ def step_model(
     return StepModel(_assembled(model, fragment, inputs, outputs), states)
 
 
+def _update(graph: Fragment, spec: OptimizerSpec, trained: Mapping[str, State], gradients: Mapping[str, str], joined: int) -> None:
+    shapes = {name: shape for name, (_, shape) in trained.items()}
+    types = {name: kind for name, (kind, _) in trained.items()}
+    add_update(graph, spec, shapes, gradients, joined=joined, types=types)
+
+
 def _accumulate(
     graph: Fragment,
     spec: OptimizerSpec,
-    shapes: Mapping[str, tuple[int, ...]],
+    trained: Mapping[str, State],
     gradients: Mapping[str, str],
     batches: int,
     joined: int,
@@ -88,25 +110,19 @@ def _accumulate(
     """Add the gradients up, and update with their sum at every `batches`-th batch."""
     one = graph.constant(1, np.int64)
     count = graph("Add", COUNT, one)
-    last = graph("Equal", count, graph.constant(batches, np.int64))
+    last = graph("GreaterOrEqual", count, graph.constant(batches, np.int64))
     graph("Where", last, graph.constant(0, np.int64), count, name=f"{COUNT}{NEW}")
-    kept = graph("Cast", graph("Not", last), to=TensorProto.FLOAT)
+    kept = {kind: graph("Cast", graph("Not", last), to=kind) for kind, _ in trained.values()}
     sums = {name: graph("Add", f"{name}{ACCUMULATED}", value) for name, value in gradients.items()}
     for name, value in sums.items():
-        graph("Mul", value, kept, name=f"{name}{ACCUMULATED}{NEW}")
-    states = [state for name in shapes for state in (name, *(f"{name}.{kind}" for kind in moments_of(spec)))]
+        graph("Mul", value, kept[trained[name][0]], name=f"{name}{ACCUMULATED}{NEW}")
+    states = {state: kind for name, kind in trained.items() for state in (name, *(f"{name}.{moment}" for moment in moments_of(spec)))}
     inner = graph.inside()
-    add_update(inner, spec, shapes, sums, joined=joined)
+    _update(inner, spec, trained, sums, joined)
     others = graph.inside()
     for state in states:
         others("Identity", state, name=f"{state}{NEW}")
-    graph.branch(
-        last,
-        inner,
-        others,
-        [f"{state}{NEW}" for state in states],
-        [shapes[name] for name in shapes for _ in range(1 + len(moments_of(spec)))],
-    )
+    graph.branch(last, inner, others, {f"{state}{NEW}": kind for state, kind in states.items()})
 
 
 def _type_of(value: onnx.ValueInfoProto) -> tuple[int, tuple[int, ...]]:
@@ -130,7 +146,7 @@ def _refuse_clashes(visible: Sequence[str], tensors: Iterable[str], added: Itera
 
 def _names(graph: onnx.GraphProto) -> set[str]:
     found = {tensor.name for tensor in graph.initializer} | {value.name for value in (*graph.input, *graph.output)}
-    return found | {name for node in graph.node for name in (*node.input, *node.output)}
+    return found | {name for node in all_nodes(graph) for name in (*node.input, *node.output)}
 
 
 def _free_names(graph: onnx.GraphProto, wanted: Iterable[str]) -> None:
@@ -140,7 +156,7 @@ def _free_names(graph: onnx.GraphProto, wanted: Iterable[str]) -> None:
     new = {name: f"inner/{name}" for name in inner.intersection(wanted)}
     if not new:
         return
-    for node in graph.node:
+    for node in all_nodes(graph):  # bodies of branches and loops read values of the graph around them
         for names in (node.input, node.output):
             names[:] = [new.get(name, name) for name in names]
     for item in (*graph.initializer, *graph.value_info):
@@ -157,6 +173,10 @@ def _assembled(
     graph.output.extend(outputs)
     graph.node.extend(fragment.nodes)
     graph.initializer.extend(fragment.constants)
+    read = {name for node in all_nodes(graph) for name in node.input}
+    used = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]  # ONNX Runtime warns about those that nothing reads
+    graph.initializer.extend(used)
     graph.name = "step"
     model.producer_name = "torch_ort_ckpt"
     return model
