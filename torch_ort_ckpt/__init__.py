@@ -3,8 +3,8 @@
 Files         load, save, detect, convert, verify, summarize; merge, split and PartitionPlan for rank sets
 States        CheckpointState of OptimizerGroup and PartitionInfo; average, diff -> DiffReport, Verification
 PyTorch       to_state_dict, to_optimizer_state_dict, from_torch, NameMap
-Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, rebuild_artifacts, to_torch_module, pipeline_stages,
-              register_op, register_decomposition
+Graphs        Artifacts, OptimizerSpec, export_artifacts, export_step_model, rebuild_artifacts,
+              to_torch_module, pipeline_stages, register_op, register_decomposition
 Running them  OrtModule, OrtOptimizer, TrainingSession
 Training      TrainingRunner with RunnerConfig and LearningRate -> Result; CheckpointManager of Entry; Feed,
               ResumableSampler, optimal_checkpoint_period
