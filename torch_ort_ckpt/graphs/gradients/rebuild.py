@@ -77,9 +77,10 @@ def rebuilt(
 def forward_module(artifacts: Artifacts, outputs: Sequence[str] | None = None) -> nn.Module:
     """The graphs as a module whose state is that of the artifacts: constants of the graph are no part of it."""
     module = to_torch_module(artifacts, outputs=outputs)
-    for name in [name for name in module._buffers if name not in artifacts.parameters]:
-        value = module._buffers.pop(name)
-        module.register_buffer(name, value, persistent=False)
+    for name, value in list(module.named_buffers(recurse=False)):
+        if name not in artifacts.parameters:
+            delattr(module, name)
+            module.register_buffer(name, value, persistent=False)
     return module
 
 
