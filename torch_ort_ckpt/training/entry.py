@@ -249,7 +249,7 @@ def _records(folder: Path, names: list[str]) -> dict[str, FileRecord]:
 
 def _word_sums(path: Path) -> str:
     """The checksum of version 1: SHA-256 over the sums of the words of each sector. Does not detect swapped words within a sector."""
-    data, sector = np.frombuffer(FileBuffer(path).data, dtype=np.uint8), 4096
+    data, sector = np.frombuffer(FileBuffer(path, kept=False).data, dtype=np.uint8), 4096
     whole = len(data) // sector * sector
     digest = hashlib.sha256(str(len(data)).encode())
     if whole:
