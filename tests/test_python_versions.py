@@ -37,7 +37,7 @@ def test_the_doctor_advises_the_extra_where_it_brings_ort(python: tuple[int, int
     monkeypatch.setattr(doctor.sys, "version_info", (*python, 1, "final", 0))
     fix = doctor.ort_engine(None).fix
     assert fix is not None
-    assert (fix == "pip install 'torch-ort-ckpt[ort]'") == installs
+    assert (fix == 'pip install "torch-ort-ckpt[ort]"') == installs
     if not installs:
         assert "python3.12 -m venv" in fix
         assert "ends at Python 3.12" in fix

@@ -43,7 +43,7 @@ def demo(folder: Path, overwrite: bool = False) -> Iterator[Row]:
     if importlib.util.find_spec("onnxruntime") is None:
         raise MissingDependencyError(
             "the demo trains with ONNX Runtime, which is not installed",
-            remedy="pip install 'torch-ort-ckpt[ort]' (Python 3.12 or older). `torch-ort-ckpt doctor` shows what works here.",
+            remedy='pip install "torch-ort-ckpt[ort]" (Python 3.12 or older). `torch-ort-ckpt doctor` shows what works here.',
         )
     model = network()
     inputs, labels = data()

@@ -205,7 +205,7 @@ def format_for(path: PathLike) -> str:
     text = os.fspath(as_path(path)).rstrip("/\\")
     if "." not in os.path.basename(text):
         return "ort"
-    matching = [(len(suffix), name) for name in FORMATS for suffix in module(name).SUFFIXES if text.endswith(suffix)]
+    matching = [(len(suffix), name) for name in FORMATS for suffix in module(name).SUFFIXES if text.lower().endswith(suffix)]
     if matching:
         return max(matching)[1]
     if not Path(text).suffix:

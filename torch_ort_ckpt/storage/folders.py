@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from .files import create_file, discarding, fsync_directory, save_error, unsynced_error, warn
 from .locks import LOCK_FILE, directory_lock
 from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
-from .paths import PathLike, as_path
+from .paths import PathLike, as_path, refuse_unportable
 from .system import is_windows, patiently, sync
 
 
@@ -49,6 +49,7 @@ class PendingFolder:
         self.target, self._rules = target, rules
         self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
+        self._names: list[str] = []
         if os.path.lexists(target):
             rules.check(target)  # before gigabytes are written
         self._folder = MarkedFolder(target, rules.suffix)
@@ -56,7 +57,9 @@ class PendingFolder:
 
     def open(self, name: str) -> BinaryIO:
         """A new file in the folder, for `finish` to sync and close."""
+        refuse_unportable([*self._names, name], self.target)
         file = create_file(self.path / name)
+        self._names.append(name)
         self._open.append(file)
         return file
 

@@ -40,7 +40,7 @@ _EXTERNAL_FROM = 1024
 
 def matches(path: Path) -> bool:
     """Protobuf has no magic number: the suffix decides."""
-    return path.is_file() and path.suffix == ".onnx"
+    return path.is_file() and path.suffix.lower() == ".onnx"
 
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
