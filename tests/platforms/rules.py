@@ -53,7 +53,13 @@ def _windows() -> None:
     original = builtins.__import__
 
     def imported(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        ours = str((globals or {}).get("__name__", "")).partition(".")[0] in ("torch_ort_ckpt", "tests", "__main__", "benchmarks", "examples")
+        ours = str((globals or {}).get("__name__", "")).partition(".")[0] in (
+            "torch_ort_ckpt",
+            "tests",
+            "__main__",
+            "benchmarks",
+            "examples",
+        )
         if ours and level == 0 and name in ("fcntl", "resource"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if ours and level == 0 and name == "msvcrt":
@@ -214,4 +220,3 @@ def _status(path: str) -> os.stat_result | None:
 def _is_read_only(path: str) -> bool:
     status = _status(path)
     return status is not None and not status.st_mode & stat.S_IWUSR
-

@@ -75,13 +75,19 @@ def open_file(path: str) -> BinaryIO:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError("no such file", path=path) from error
     except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError) and os.path.isdir(path):  # Windows opens no folders
+            raise _not_regular(path) from error
         raise CheckpointError(
             f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
+        raise _not_regular(path)
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _not_regular(path: str) -> CheckpointError:
+    return CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
 
 
 @contextlib.contextmanager

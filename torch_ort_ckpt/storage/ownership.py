@@ -174,7 +174,9 @@ def _read(folder: Path) -> str:
     try:
         if not _is_folder(folder):
             return ""
-        descriptor = os.open(folder / MARKER, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = os.open(
+            folder / MARKER, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+        )
     except OSError:
         return ""
     try:

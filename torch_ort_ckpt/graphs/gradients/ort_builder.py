@@ -99,7 +99,7 @@ def _raise_error(folder: Path, code: int, said: str) -> None:
     error = folder / _ERROR
     if error.exists():
         raise UnsupportedError(
-            f"ONNX Runtime can't build the gradient graph: {error.read_text(encoding="utf-8").strip()}",
+            f"ONNX Runtime can't build the gradient graph: {error.read_text(encoding='utf-8').strip()}",
             remedy='An operator without a gradient: use builder="torch", or replace it in the module.',
         )
     if code < 0:
