@@ -217,6 +217,7 @@ class Artifacts:
 
     @property
     def loss(self) -> str:
+        """The name of the loss, the first output of the training graph."""
         return self.outputs[0].name
 
     @cached_property

@@ -73,6 +73,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """The size of the entry's files, as its manifest lists them."""
         return sum(record.size for record in self.files.values())
 
     def verify(self) -> None:
@@ -85,6 +86,7 @@ class Entry:
                 raise CorruptFileError("its checksum does not match the manifest", path=self.path / name)
 
     def state(self) -> CheckpointState:
+        """The checkpoint in this entry."""
         return load(self.checkpoint, format="ort")
 
     def shared(self, state: CheckpointState) -> Any:
