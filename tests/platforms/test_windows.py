@@ -152,7 +152,7 @@ def test_suffixes_in_any_case(suffix: str, tmp_path: Path) -> None:
         pytest.importorskip("h5py")
     path = tmp_path / f"X{suffix}"
     toc.save(state(2.0), path)
-    assert path.exists()
+    assert path.is_file()
     assert float(toc.load(path).trainable["w"][0]) == 2.0
 
 

@@ -235,10 +235,12 @@ def _found(path: PathLike, *, quiet: bool = False) -> Path:
     """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, or under the other name of a safetensors file: the
     index of its shards, and the other way round."""
     place = surviving(path, quiet=quiet)
-    single = os.fspath(place).removesuffix(_INDEX)
-    if os.path.lexists(place) or not single.endswith(".safetensors"):
+    text = os.fspath(place)
+    is_index = text.lower().endswith(_INDEX)
+    single = text[: -len(_INDEX)] if is_index else text
+    if os.path.lexists(place) or not single.lower().endswith(".safetensors"):
         return place
-    other = Path(single if place.name.endswith(_INDEX) else f"{single}{_INDEX}")
+    other = Path(single if is_index else f"{single}{_INDEX}")
     return other if os.path.lexists(other) else place
 
 
