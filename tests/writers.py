@@ -14,7 +14,6 @@ import signal
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch_ort_ckpt.formats.ort import checkpoint as ort
 from torch_ort_ckpt.formats.ort import sidecar
 from torch_ort_ckpt.storage import folders
 
-forkserver: BaseContext = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")  # Windows has only the latter
+forkserver: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")  # Windows has only the latter
 forkserver.set_forkserver_preload(["tests.writers"])
 
 

@@ -96,7 +96,8 @@ def load(
     """Read a checkpoint of any format. A list, a folder or a glob of rank files is read as one state (see `merge`).
 
     With `mmap=True` tensors alias the mapped file copy-on-write: nothing is read until touched, the file never changes, and a file that
-    is renamed or deleted stays readable. If another program overwrites the file *in place* (as ORT does), use `mmap=False`.
+    is renamed or deleted stays readable. On Windows, where a mapped file can't be replaced, it is read instead.
+    If another program overwrites the file *in place* (as ORT does), use `mmap=False`.
     `device` moves the tensors there. `only` keeps the parameters with these names or patterns (`["fc.weight", "encoder.*"]`), with their
     moments and aliases; the others are not read from a mapped file.
     `strict=True` turns a half-precision alias that disagrees with its master into an error. Other options belong to the format.
