@@ -67,7 +67,7 @@ def _windows() -> None:
         return original(name, globals, locals, fromlist, level)
 
     builtins.__import__ = imported
-    for name in ("preadv", "preadv2", "pwritev", "posix_fadvise", "fork", "forkpty", "mkfifo", "setpriority"):
+    for name in ("preadv", "preadv2", "pwritev", "posix_fadvise", "fork", "forkpty", "mkfifo"):
         if hasattr(os, name):
             delattr(os, name)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # it opens folders
@@ -105,8 +105,7 @@ def _macos() -> None:
 
     fcntl.F_FULLFSYNC = 51  # type: ignore[attr-defined, misc, unused-ignore]
     fcntl.fcntl = with_full_sync
-    for name in ("posix_fadvise", "setpriority"):
-        delattr(os, name)
+    del os.posix_fadvise
 
 
 def _WINDOWS_HOOK(event: str, arguments: tuple[Any, ...]) -> None:
