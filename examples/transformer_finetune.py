@@ -1,10 +1,12 @@
-"""Fine-tune a small transformer from ORT artifacts: a frozen embedding, clipping, a schedule, evaluation, a checkpoint, an inference model.
+"""Teach a small transformer whether a film review is good or bad, from ORT artifacts: a frozen embedding, clipping, a schedule,
+evaluation, a checkpoint, an inference model, and what it says about sentences it has not seen.
 
 python examples/transformer_finetune.py
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
 from pathlib import Path
 
@@ -13,32 +15,51 @@ from torch import nn
 
 import torch_ort_ckpt as toc
 
-TOKENS, LENGTH = 16, 10
+GOOD = ["great", "wonderful", "moving", "funny", "clever", "brilliant"]
+BAD = ["boring", "terrible", "awful", "dull", "silly", "weak"]
+OTHERS = ["the", "film", "story", "music", "ending", "cast", "was", "is", "really", "very", "quite", "not", "at", "all"]
+WORDS = ["<pad>", *OTHERS, *GOOD, *BAD]
+LENGTH = 8
 
 
-class Classifier(nn.Module):
-    """Does token 1 occur more often than token 2?"""
+class Reader(nn.Module):
+    """Two layers over the words of a review; 0 is bad, 1 is good."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(TOKENS, 32)
+        self.words = nn.Embedding(len(WORDS), 32)
+        self.places = nn.Parameter(torch.randn(LENGTH, 32) * 0.1)
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 2)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.embedding(tokens)).mean(1))
+        return self.head(self.encoder(self.words(tokens) + self.places).mean(1))
+
+
+def review(rng: random.Random) -> tuple[str, int]:
+    """A sentence and whether it is good: "the music was not very funny" is bad."""
+    good, negated = rng.random() < 0.5, rng.random() < 0.4
+    words = ["the", rng.choice(["film", "story", "music", "ending", "cast"]), rng.choice(["was", "is"])]
+    words += ["not"] if negated else []
+    words += [rng.choice(["really", "very", "quite"])] if rng.random() < 0.5 else []
+    return " ".join([*words, rng.choice(GOOD if good else BAD)]), int(good != negated)
+
+
+def encode(sentences: list[str]) -> torch.Tensor:
+    return torch.tensor([([WORDS.index(word) for word in text.split()] + [0] * LENGTH)[:LENGTH] for text in sentences])
 
 
 def batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, 4, (size, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return tokens, ((tokens == 1).sum(1) > (tokens == 2).sum(1)).long()
+    rng = random.Random(seed)
+    sentences, labels = zip(*(review(rng) for _ in range(size)), strict=True)
+    return encode(list(sentences)), torch.tensor(labels)
 
 
 def main(folder: Path, steps: int = 150) -> tuple[float, float]:
-    """Loss on unseen data before and after."""
+    """Loss on unseen reviews before and after."""
     torch.manual_seed(0)
-    toc.export_artifacts(Classifier(), (batch(4, 0)[0],), folder, frozen=["embedding.*"])
+    toc.export_artifacts(Reader(), (batch(4, 0)[0],), folder, frozen=["words.*"])
 
     model = toc.OrtModule(folder)
     optimizer = toc.OrtOptimizer(model, lr=3e-3)
@@ -52,12 +73,19 @@ def main(folder: Path, steps: int = 150) -> tuple[float, float]:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1}: loss {float(loss.detach()):.3f}")
     after = evaluate(model, *unseen)
-    print(f"engine {model.engine.name}: loss on unseen data {before:.3f} -> {after:.3f}")
+    print(f"engine {model.engine.name}: loss on unseen reviews {before:.3f} -> {after:.3f}")
 
     toc.save(model.checkpoint(optimizer, scheduler=scheduler), folder / "checkpoint")
-    model.export_inference(folder / "inference.onnx")
+    model.export_inference(folder / "inference.onnx", ["output"])
     print(f"saved: {toc.load(folder / 'checkpoint')}")
+
+    sentences = ["the cast was not at all dull", "the film is really clever", "the ending was not funny"]
+    reader = toc.to_torch_module(folder, outputs=["output"])  # plain PyTorch, from the same files
+    for text, sure in zip(sentences, reader(encode(sentences)).softmax(1)[:, 1].tolist(), strict=True):
+        print(f"  {text}: good with {sure:.0%}")
     return before, after
 
 

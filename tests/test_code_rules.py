@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "torch_ort_ckpt"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torch_ort_ckpt"
 
 
 def nodes(folder: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -46,3 +48,46 @@ def test_modules_and_optimizers_are_told_by_their_class(folder: str) -> None:
     calls = [(path, node) for path, node in nodes(folder) if isinstance(node, ast.Call)]
     assert calls
     assert not [f"{path}:{node.lineno}" for path, node in calls if ast.unparse(node.func) == "hasattr"]
+
+
+PASSES = sorted({path.stem for path in (PACKAGE / "graphs" / "passes").glob("*.py")} - {"__init__"})
+TOOLS = ["onnx_ir_models", "padding_amounts", "pipelines", "rewriting"]
+"""The order of the passes, and what several of them share."""
+
+
+@pytest.mark.parametrize("name", [name for name in PASSES if name not in TOOLS])
+def test_a_rewrite_has_a_file_a_reason_and_a_test(name: str) -> None:
+    folder = PACKAGE / "graphs" / "passes"
+    tree = ast.parse((folder / f"{name}.py").read_text())
+    public = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    rewrites = [node.name for node in public if ast.unparse(node.returns or ast.Constant(None)) == "int"]
+    assert len(rewrites) == 1, rewrites
+    assert ast.get_docstring(tree)
+    assert f"`{name}`" in (folder / "__init__.py").read_text()
+    assert rewrites[0] in (ROOT / "tests" / "graphs" / "passes" / f"test_{name}.py").read_text()
+
+
+def test_the_tables_of_a_module_are_touched_where_its_parameters_are_placed() -> None:
+    """`register_parameter` refuses names that ONNX Runtime allows, so `runtime` uses nn.Module's own dicts. Nothing else has to."""
+    names = ("_parameters", "_buffers", "_modules")
+    found = {
+        path
+        for path, node in nodes()
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) not in ("self", "state")
+    }
+    assert found == {"pytorch_private.py", "runtime/parameters.py", "runtime/scopes.py", "runtime/stages.py"}
+
+
+def test_every_file_that_is_named_exists() -> None:
+    """In docstrings, comments and documents: `storage/files.py`, `tests/graphs/gradients/test_joint.py`."""
+    known = {path.relative_to(base).as_posix() for base in (ROOT, PACKAGE) for path in base.rglob("*.py")}
+    texts = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    lost = []
+    for path in texts:
+        if path.name == "CHANGELOG.md":
+            continue
+        for name in re.findall(r"`([a-z_]+/[a-z0-9_/]+\.py)`", path.read_text()):
+            beside = path.parent / name
+            if name not in known and not beside.exists() and not any(other.endswith("/" + name) for other in known):
+                lost.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not lost

@@ -33,7 +33,8 @@ def parameters() -> list[object]:
 def from_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `torch-ort-ckpt demo artifacts` leaves."""
     folder = tmp_path_factory.mktemp("demo")
-    list(demo(folder))
+    for stage in demo(folder):
+        stage.run()
     return folder
 
 

@@ -53,12 +53,20 @@ def test_federated_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.ort
 def test_transformer_finetune(tmp_path: Path) -> None:
-    before, after = example("transformer_finetune").main(tmp_path, steps=60)
+    before, after = example("transformer_finetune").main(tmp_path, steps=100)
     assert after < before / 2
     state = toc.load(tmp_path / "checkpoint")
-    assert state.step == 60
-    assert set(state.frozen) == {"embedding.weight"}
+    assert state.step == 100
+    assert set(state.frozen) == {"words.weight"}
     onnx.checker.check_model(str(tmp_path / "inference.onnx"))
+
+
+def test_notebook_tour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    tour = example("notebook_tour")
+    assert tour.losses[-1] < tour.losses[0]
+    assert not tour.change.equal
+    assert (tmp_path / "tour" / "change.html").stat().st_size > 10_000
 
 
 @pytest.mark.ort

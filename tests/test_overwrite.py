@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,12 +43,18 @@ def train(path: Path, overwrite: bool, name: str) -> None:
     ).run(batches)
 
 
+@functools.cache
+def made_by_torch() -> toc.Artifacts:
+    return toc.export_artifacts(net(), (torch.randn(2, 4),), Path(tempfile.mkdtemp()) / "artifacts", builder="torch")
+
+
 FUNCTIONS: dict[str, tuple[str, Callable[[Path, bool], Any]]] = {
     "convert": ("model.safetensors", lambda path, again: toc.convert(CHECKPOINT, path, overwrite=again)),
     "export_artifacts": (
         "training_model.onnx",
         lambda path, again: toc.export_artifacts(net(), (torch.randn(2, 4),), path.parent, exporter="torchscript", overwrite=again),
     ),
+    "export_step_model": ("step_model.onnx", lambda path, again: toc.export_step_model(made_by_torch(), path.parent, overwrite=again)),
     "OrtModule.export_inference": (
         "inference.onnx",
         lambda path, again: toc.OrtModule(FOLDER, engine="torch").export_inference(path, overwrite=again),
@@ -68,6 +77,14 @@ def test_a_function_replaces_a_file_only_when_asked(name: str, tmp_path: Path) -
     assert [found.name for found in tmp_path.iterdir()] == [file]
     run(path, True)
     assert path.read_bytes() != b"precious"
+
+
+def test_every_public_function_that_replaces_files_is_tested() -> None:
+    functions = {name for name in toc.__all__ if inspect.isfunction(getattr(toc, name))}
+    having = {name for name in functions if "overwrite" in inspect.signature(getattr(toc, name)).parameters}
+    assert {name for name in functions if name.startswith("export_")} <= having
+    assert having - {"save"} <= {name.partition("(")[0] for name in FUNCTIONS}
+    assert all(inspect.signature(getattr(toc, name)).parameters["overwrite"].default is (name == "save") for name in having)
 
 
 COMMANDS: dict[str, Callable[[str], list[str]]] = {

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import torch_ort_ckpt as toc
+from tests.traps import Trap
 from tests.truth import DATA, raw
 from torch_ort_ckpt.cli import main
 from torch_ort_ckpt.formats import WRITABLE
@@ -61,23 +62,13 @@ def test_converting_needs_no_onnxruntime(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", WITHOUT, str(REAL), str(tmp_path / "model.safetensors")], check=True, timeout=240)
 
 
-class Harmful:
-    """What it leaves behind when it is unpickled can be seen."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
 def test_nothing_from_a_file_is_executed(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
-    torch.save({"state_dict": {"w": torch.ones(2)}, "more": Harmful(mark)}, tmp_path / "torch.pt")
-    torch.save({"model": {"w": torch.ones(2)}, "more": Harmful(mark)}, tmp_path / "rank.ort.pt")
+    torch.save({"state_dict": {"w": torch.ones(2)}, "more": Trap(mark)}, tmp_path / "torch.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "more": Trap(mark)}, tmp_path / "rank.ort.pt")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "folder", no_dist=True)
-    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Harmful(mark)))
-    (tmp_path / "plain").write_bytes(pickle.dumps(Harmful(mark)))
+    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Trap(mark)))
+    (tmp_path / "plain").write_bytes(pickle.dumps(Trap(mark)))
     for name in ("torch.pt", "rank.ort.pt", "folder", "plain"):
         for use in (toc.load, toc.detect, toc.verify):
             try:
@@ -86,7 +77,7 @@ def test_nothing_from_a_file_is_executed(tmp_path: Path) -> None:
                 continue  # refused: good
         assert main(["inspect", str(tmp_path / name)]) in (0, 2)
     assert not mark.exists()
-    os.rmdir(pickle.loads(pickle.dumps(Harmful(mark))) or mark)  # the pickle does work where somebody unpickles it
+    os.rmdir(pickle.loads(pickle.dumps(Trap(mark))) or mark)  # the pickle does work where somebody unpickles it
 
 
 def test_restore_checks_every_byte(tmp_path: Path) -> None:

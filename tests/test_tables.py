@@ -63,7 +63,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
 def test_a_page_is_described_in_the_words_of_its_script(number: int, pages: list[dict[str, list[dict[str, object]]]]) -> None:
     """`page.js` skips a chart or a column that it does not know."""
     page = pages[number]
-    assert set(page) == {"title", "subtitle", "facts", "columns", "rows", "charts", "tables"}
+    used = set(re.findall(r"content\.(\w+)", PAGE))
+    assert {"title", "subtitle", "facts", "columns", "rows", "charts", "tables"} <= set(page) <= used
+    if "tree" in page:
+        tree: dict[str, str] = page["tree"]  # type: ignore[assignment]
+        assert {tree[word] for word in ("size", "measure", "against") if word in tree} <= {key for row in page["rows"] for key in row}
     (table,) = re.findall(r"^const FORMATS = \{(.*)\};$", PAGE, re.MULTILINE)
     formats_of_columns = set(re.findall(r"(?:^|,) (\w+)", table))
     assert {"bytes", "number", "percent", "shape"} <= formats_of_columns

@@ -12,7 +12,7 @@ class CheckpointError(Exception):
     """Root of all errors of this library. `path`, `field` and `remedy` are also kept as attributes."""
 
     usual_remedy: str | None = None
-    """What to do about this kind of error, where the place that raises it knows nothing better."""
+    """What to do about this kind of error, unless a remedy is given where it is raised."""
 
     def __init__(
         self,

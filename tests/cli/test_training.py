@@ -11,6 +11,7 @@ import pytest
 
 from tests.training.setups import ADAMW
 from torch_ort_ckpt.cli import main
+from torch_ort_ckpt.cli.training import read_config
 
 DATA_MODULE = """
 import torch
@@ -22,6 +23,18 @@ def loaders(count, test=True):
     y = torch.randint(0, 2, (count,), generator=generator)
     loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
     return (loader, loader) if test else loader
+
+def nothing(count):
+    pass
+
+def number(count):
+    return count
+
+def three(count):
+    return [], [], []
+
+def batches(count):
+    return list(loaders(count, test=False))
 """
 
 
@@ -89,6 +102,9 @@ def test_train_list_and_resume(config: Path, capsys: pytest.CaptureFixture[str])
         (("max_num_checkpoints", "max_checkpoints"), "no such setting"),
         (("artifacts: artifacts", "artefacts: artifacts"), "no such section"),
         (("lr: {", "lr: {{"), "malformed"),
+        (("mydata:loaders", "mydata:nothing"), "mydata:nothing returned NoneType, not a loader or two"),
+        (("mydata:loaders", "mydata:number"), "returned int"),
+        (("mydata:loaders", "mydata:three"), "returned 3 loaders"),
     ],
 )
 def test_mistakes_in_the_file_are_named(config: Path, change: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +112,23 @@ def test_mistakes_in_the_file_are_named(config: Path, change: tuple[str, str], m
     assert main(["train", str(config)]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (config.parent / "checkpoints" / "run.json").exists()  # nothing to resume
+
+
+@pytest.mark.ort
+def test_rates_without_a_point_and_a_list_of_batches(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = config.read_text().replace("mydata:loaders", "mydata:batches").replace("initial: 0.01", "initial: 1e-2")
+    config.write_text(text.replace("  evaluation_period: 5\n", ""))
+    assert main(["train", str(config)]) == 0
+    assert "step 10, 10 updates" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-2", 0.01), ("-1E+3", -1000.0), ("1.5e3", 1500.0), (".5e1", 5.0), ("1e", "1e"), ("e1", "e1")]
+)
+def test_numbers_of_yaml(tmp_path: Path, text: str, value: object) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "c.yaml").write_text(f"rate: {text}")
+    assert read_config(tmp_path / "c.yaml") == {"rate": value}
 
 
 def test_a_folder_without_a_run_can_not_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

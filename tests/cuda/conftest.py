@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
 from collections.abc import Iterator
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from tests.cuda_model.provider import Session
 
 
-@pytest.fixture(scope="session")
-def _exported() -> None:
-    """Exporters must not run inside the model: they would trace its work too."""
-    if importlib.util.find_spec("onnxruntime"):
-        for name in MODELS:
+@pytest.fixture
+def _exported(request: pytest.FixtureRequest) -> None:
+    """The artifacts of the perceptron, and of the test's parameter `name`. Exporters must not run inside the model: they would trace its
+    work too. For the same reason fixtures that export stand before `cuda` in a test's arguments."""
+    if request.node.get_closest_marker("ort") and importlib.util.find_spec("onnxruntime"):
+        parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+        for name in {"mlp", parameters.get("name", "mlp")} & MODELS.keys():
             exported(name)
-        for name in ("mlp", "cnn", "lstm", "transformer"):
-            exported(name, builder="ort")
 
 
 @pytest.fixture
@@ -41,11 +42,25 @@ def cuda(_exported: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 @pytest.fixture
-def sessions(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+def sessions(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Session]]:
     """ONNX Runtime with its CUDA provider; the sessions as they are made."""
     from tests.cuda_model import provider
 
-    return provider.patch(cuda, monkeypatch)
+    made = provider.patch(cuda, monkeypatch)
+    yield made
+    made.clear()
+    gc.collect()  # sessions go while the model is there
+
+
+@pytest.fixture
+def by_ort(request: pytest.FixtureRequest) -> toc.Artifacts:
+    """Artifacts whose gradients are made by ONNX Runtime's own builder; the parameter is the model's name."""
+    return exported(request.param, builder="ort")
+
+
+@pytest.fixture
+def layernorm() -> toc.Artifacts:
+    return exported("layernorm")
 
 
 @pytest.fixture(scope="session")

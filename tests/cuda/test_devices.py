@@ -22,6 +22,12 @@ def test_the_provider_gets_the_device_and_the_stream() -> None:
     assert options["cudnn_conv_algo_search"] == "EXHAUSTIVE"
 
 
+@pytest.mark.parametrize("name", ["user_compute_stream", "device_id", "gpu_external_alloc", "enable_cuda_graph"])
+def test_options_that_would_break_the_order_are_refused(name: str) -> None:
+    with pytest.raises(toc.CheckpointError, match=f"{name}.*can't be chosen"):
+        provider.provider_options(torch.device("cuda", 1), 12345, {name: "0"})
+
+
 def test_a_session_that_fell_back_to_the_cpu_is_an_error() -> None:
     with pytest.raises(toc.CheckpointError, match=r"could not load its CUDA provider.*doctor"):
         provider.loaded(["CPUExecutionProvider"])

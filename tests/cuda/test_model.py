@@ -63,13 +63,18 @@ def test_waits_are_counted(cuda: Cuda) -> None:
         assert len(cuda.waits) > before
 
 
-def test_a_freed_block_is_used_again_on_its_stream_at_once(cuda: Cuda) -> None:
+def being_read() -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
+    """A tensor that another stream reads, what it makes of it, and that stream."""
     side = torch.cuda.Stream()
     x = torch.ones(300, device="cuda")
-    address = x.data_ptr()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        total = x + 1  # still reading when x is freed
+        return x, x + 1, side
+
+
+def test_a_freed_block_is_used_again_on_its_stream_at_once(cuda: Cuda) -> None:
+    x, total, _ = being_read()
+    address = x.data_ptr()
     del x
     with pytest.raises(Race):
         torch.zeros(300, device="cuda")
@@ -77,12 +82,8 @@ def test_a_freed_block_is_used_again_on_its_stream_at_once(cuda: Cuda) -> None:
 
 
 def test_record_stream_delays_that(cuda: Cuda) -> None:
-    side = torch.cuda.Stream()
-    x = torch.ones(300, device="cuda")
+    x, _, side = being_read()
     address = x.data_ptr()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x + 1
     x.record_stream(side)
     del x
     other = torch.zeros(300, device="cuda")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.cuda.test_streams import inputs, train
 from tests.cuda_model import provider as ort_model
 from tests.cuda_model.interface import Cuda
 from tests.models import batch, exported
+from torch_ort_ckpt.cli import main
 from torch_ort_ckpt.cuda import kernels, provider
 
 pytestmark = pytest.mark.ort
@@ -42,10 +45,10 @@ def test_a_norm_that_is_used_twice_counts_both(norm_used_twice: toc.Artifacts, c
         assert model.state_dict()["norm.num_batches_tracked"].item() == 6
 
 
-def test_both_gradients_of_a_tied_parameter_are_added(cuda: Cuda, sessions: list[Any]) -> None:
+def test_both_gradients_of_a_tied_parameter_are_added(layernorm: toc.Artifacts, cuda: Cuda, sessions: list[Any]) -> None:
     found = []
     for device in ("cuda", "cpu"):
-        model = toc.OrtModule(exported("layernorm"), device=device, engine="ort")
+        model = toc.OrtModule(layernorm, device=device, engine="ort")
         model.fc2._parameters["bias"] = model.fc2.bias
         model.norm._parameters["bias"] = model.norm.weight  # one parameter in two places of the graph
         for seed in range(3):
@@ -67,9 +70,12 @@ def test_models_in_ort_s_own_format_do_not_wait(ort_format: Path, cuda: Cuda, se
         optimizers[0].step()
 
 
-def test_nodes_that_run_on_the_cpu_are_named(cuda: Cuda, sessions: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("by_ort", ["cnn"], indirect=True)
+def test_nodes_that_run_on_the_cpu_are_named(
+    by_ort: toc.Artifacts, cuda: Cuda, sessions: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        model = toc.OrtModule(exported("cnn", builder="ort"), device="cuda", engine="ort")
+        model = toc.OrtModule(by_ort, device="cuda", engine="ort")
         model(*inputs("cnn"))
     assert "MaxPoolGrad" in caplog.text
     assert any("MaxPoolGrad" in wait for wait in cuda.waits)
@@ -79,11 +85,13 @@ def test_nodes_that_run_on_the_cpu_are_named(cuda: Cuda, sessions: list[Any], ca
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(("name", "engine"), [("mlp", "ort"), ("cnn", "torch"), ("lstm", "torch"), ("transformer", "ort")])
-def test_auto_prefers_the_engine_that_does_not_wait(cuda: Cuda, sessions: list[Any], name: str, engine: str) -> None:
-    artifacts = exported(name, builder="ort")
-    assert toc.OrtModule(artifacts, device="cuda").engine.name == engine
-    assert toc.OrtModule(artifacts).engine.name == "ort"
+BY_ORT = [("mlp", "ort"), ("cnn", "torch"), ("lstm", "torch"), ("transformer", "ort")]
+
+
+@pytest.mark.parametrize(("by_ort", "engine"), BY_ORT, indirect=["by_ort"])
+def test_auto_prefers_the_engine_that_does_not_wait(by_ort: toc.Artifacts, cuda: Cuda, sessions: list[Any], engine: str) -> None:
+    assert toc.OrtModule(by_ort, device="cuda").engine.name == engine
+    assert toc.OrtModule(by_ort).engine.name == "ort"
 
 
 def test_artifacts_say_what_runs_on_cuda() -> None:
@@ -93,11 +101,20 @@ def test_artifacts_say_what_runs_on_cuda() -> None:
     assert "runs on CUDA (engine ort): all but LSTMTraining, LSTMGrad" in exported("lstm", builder="ort").describe()
 
 
+def test_inspect_says_what_runs_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(exported("cnn", builder="ort").folder, tmp_path / "artifacts")
+    assert main(["inspect", str(folder)]) == 0
+    assert "runs on CUDA (engine ort): all but MaxPoolGrad\n" in capsys.readouterr().out
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["artifacts"]["on_cuda"] == "all but MaxPoolGrad"
+
+
 def test_the_table_of_kernels() -> None:
     assert kernels.fallbacks([("", "Conv"), ("ai.onnx", "MaxPoolGrad"), ("", "MaxPoolGrad"), ("com.microsoft", "LSTMGrad")]) == [
         "MaxPoolGrad",
         "LSTMGrad",
     ]
+    assert kernels.fallbacks([("", "ArgMax")]) == ["ArgMax"]  # its CUDA kernel ends at opset 11
     assert kernels.fallbacks([("com.microsoft", "BroadcastGradientArgs"), ("com.microsoft", "ConvGrad"), ("", "GatherND")]) == []
 
 

@@ -115,6 +115,20 @@ def test_a_save_neither_waits_nor_takes_device_memory(cuda: Cuda, make: Any, tmp
     assert_saved(tmp_path, make, expected)
 
 
+@pytest.mark.parametrize("side", [False, True])
+def test_the_writer_waits_for_its_own_copies(cuda: Cuda, side: bool, tmp_path: Path) -> None:
+    """Nothing else waits: training ends with the save."""
+    model, optimizer = native("cuda")
+    step(model, optimizer)
+    expected = values(model)
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with toc.CheckpointManager(tmp_path, async_save=True, durable=False) as saves, torch.cuda.stream(stream):
+        saves.save(1, model, optimizer)
+        saves.wait()
+    assert_saved(tmp_path, native, expected)
+
+
 def test_tied_tensors_are_copied_once(cuda: Cuda) -> None:
     value, staging = torch.ones(3, device="cuda"), Staging()
     copies = [staging.copy(value), staging.copy(value)]
@@ -176,11 +190,14 @@ def test_ranks_have_gloo_for_the_cpu_and_nccl_for_cuda(cuda: Cuda, monkeypatch: 
     """A rank beyond the GPUs keeps its CPU model: more ranks than GPUs are not an error."""
     asked: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", asked.append)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", local_rank)):
         monkeypatch.setenv(name, value)
     assert distributed.start()
     assert asked == ["cpu:gloo,cuda:nccl"]
     assert torch.cuda.current_device() == current
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # a build with CUDA for Windows
+    assert distributed.start()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert distributed.start()
-    assert asked[1:] == ["gloo"]
+    assert asked[1:] == ["gloo", "gloo"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch_ort_ckpt as toc
 from tests.cuda_model.interface import Cuda
 from tests.models import batch, exported
 from tests.runtime.test_mixed_precision import mixed
+from torch_ort_ckpt.cuda import streams
 
 pytestmark = pytest.mark.ort
 
@@ -122,6 +125,54 @@ def test_two_threads_on_two_streams(cuda: Cuda, sessions: list[Any]) -> None:
     assert not [problem for problem in problems if not isinstance(problem, threading.BrokenBarrierError)]
 
 
+def test_two_threads_do_not_run_at_once(cuda: Cuda, sessions: list[Any]) -> None:
+    """All threads share the cuDNN handle of a session."""
+    model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort")
+    given = inputs("mlp")
+    with torch.no_grad():
+        model.eval()(*given)
+    torch.cuda.synchronize()
+    meeting = threading.Barrier(2)
+    problems: list[BaseException] = []
+
+    def meet() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # nobody came, as it should be
+            meeting.wait(0.2)
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                model(*given)
+        except BaseException as error:  # handed to the test's own thread
+            problems.append(error)
+            meet()
+
+    sessions[0].during = meet
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+def test_memory_dropped_during_a_run_is_not_used_by_it(cuda: Cuda, sessions: list[Any]) -> None:
+    """What the default stream reads now comes after what the run has waited for."""
+    model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort").eval()
+    given = inputs("mlp")
+    with torch.no_grad():
+        kept = [model(*given)]
+
+        def drop() -> None:
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                kept.pop() + 1
+
+        sessions[0].during = drop
+        model(*given)
+    assert kept == []
+
+
 def test_changing_the_stream_between_steps(cuda: Cuda, sessions: list[Any]) -> None:
     """The second stream has nothing to do with the first but the weights, which neither changes."""
     model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort")
@@ -141,6 +192,22 @@ def test_changing_the_stream_between_steps(cuda: Cuda, sessions: list[Any]) -> N
                 outputs = model(*given)
                 outputs + 1
                 del outputs
+
+
+def test_gradient_memory_of_a_model_that_is_let_go(cuda: Cuda, sessions: list[Any]) -> None:
+    """It was allocated on the default stream, and must not be used there again while another one still works on it."""
+    model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort")
+    given, side = inputs("mlp"), torch.cuda.Stream()
+    model.train_step(*given)
+    (size,) = [flat.numel() for flat in model.engine.training_graph().pool.take()[0].flats]
+    model.zero_grad()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        model.train_step(*given)
+    del model
+    sessions.clear()
+    gc.collect()
+    torch.zeros(size, device="cuda")
 
 
 def test_half_precision_aliases_are_refreshed_in_order(cuda: Cuda, sessions: list[Any], tmp_path: Any) -> None:
@@ -171,6 +238,18 @@ def test_the_current_device_is_restored(cuda: Cuda, sessions: list[Any]) -> None
     assert losses[0].device == torch.device("cuda", 1)
 
 
+def test_the_current_device_is_restored_when_a_model_is_let_go(cuda: Cuda, sessions: list[Any]) -> None:
+    model = toc.OrtModule(exported("mlp"), device="cuda:1", engine="ort")
+    optimizer = toc.OrtOptimizer(model, lr=0.01)
+    train(model, optimizer, "mlp", 1)
+    model.eval()(*inputs("mlp", device="cuda:1"))
+    assert len(sessions) == 3
+    sessions.clear()
+    del model, optimizer
+    gc.collect()
+    assert torch.cuda.current_device() == 0
+
+
 def test_an_input_on_another_gpu_is_refused(cuda: Cuda, sessions: list[Any]) -> None:
     for engine in ("ort", "torch"):
         model = toc.OrtModule(exported("mlp"), device="cuda:0", engine=engine)
@@ -197,6 +276,69 @@ def test_capturing_a_cuda_graph_is_refused(cuda: Cuda, sessions: list[Any]) -> N
         model(*given)
     with pytest.raises(toc.CheckpointError, match=r"CUDA graph.*fused=True"):
         optimizer.step()
+
+
+def test_a_refused_capture_leaves_nothing_behind(cuda: Cuda, sessions: list[Any]) -> None:
+    """Memory allocated during a capture would belong to the captured graph, and a session can't be made then at all."""
+    model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort")
+    optimizer = toc.OrtOptimizer(model)
+    given = inputs("mlp")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.create_moments()
+    used = torch.cuda.memory_allocated()
+    cuda.machine.capturing = True
+    for refused in (lambda: model(*given), lambda: model.train_step(*given), lambda: model.eval()(*given), optimizer.step):
+        with pytest.raises(toc.CheckpointError, match="CUDA graph"):
+            refused()
+    assert sessions == []
+    assert torch.cuda.memory_allocated() == used
+    cuda.machine.capturing = False
+    model.train()(*given).backward()
+    optimizer.step()
+
+
+def test_what_the_user_keeps_is_not_looked_at_in_every_run(cuda: Cuda, sessions: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are collected without waiting for them; dropped at last, their memory is used again."""
+    model, looks = toc.OrtModule(exported("mlp"), device="cuda", engine="ort"), [0]
+    uses = streams.storage_uses
+
+    def counted(tensor: torch.Tensor) -> int:
+        looks[0] += 1
+        return uses(tensor)
+
+    given, kept = inputs("mlp"), []
+    with torch.no_grad():
+        model.eval()
+        used = torch.cuda.memory_allocated()
+        for _ in range(300):
+            kept.append(model(*given))
+        monkeypatch.setattr(streams, "storage_uses", counted)
+        model(*given)
+        assert looks[0] <= 200
+        kept.clear()
+        for _ in range(10):
+            model(*given)
+    assert torch.cuda.memory_allocated() <= used + 10 * 512
+
+
+def test_each_session_frees_its_staging_memory(cuda: Cuda, sessions: list[Any]) -> None:
+    """Two sessions that take turns: it must not always be the same one that waits."""
+    model = toc.OrtModule(exported("mlp"), device="cuda", engine="ort")
+    first, second = model.fc1.parameters(), model.fc2.parameters()
+    optimizer = toc.OrtOptimizer(model, params=[{"params": list(first)}, {"params": list(second), "weight_decay": 0.3}])
+    given = inputs("mlp")
+    largest = 0
+    for _ in range(600):
+        model.train_step(*given)
+        optimizer.step()
+        model.lazy_reset_grad()
+        with torch.no_grad():
+            model.eval()(*given)
+        model.train()
+        largest = max([largest, *(session.staging for session in sessions)])
+    assert len(sessions) >= 4
+    assert largest <= 256 * 256
 
 
 def test_staging_memory_does_not_grow(cuda: Cuda, sessions: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,9 +107,13 @@ class Functions(TorchFunctionMode):
     def _with_device(self, function: Any, args: Any, kwargs: Any) -> Any:
         device, args, kwargs = self._taken(args, kwargs)
         if device is None:
-            return function(*args, **kwargs)
+            with _Among(self.local, self._first_device([*args, *kwargs.values()])):
+                return function(*args, **kwargs)
         with self._target(device):
             return function(*args, **kwargs)
+
+    def _first_device(self, values: list[Any]) -> torch.device | None:
+        return next((device for value in _tensors(values) if (device := self.device(value)) is not None), None)
 
     def _taken(self, args: Any, kwargs: Any) -> tuple[torch.device | None, tuple[Any, ...], dict[str, Any]]:
         """The device among the arguments, and the arguments with the CPU in its place."""
@@ -139,6 +143,11 @@ class Functions(TorchFunctionMode):
     def target(self) -> torch.device | None:
         return getattr(self.local, "device", None)
 
+    @property
+    def among(self) -> torch.device | None:
+        """Where PyTorch's own code, inside the call in progress, makes new tensors: with those it was given."""
+        return getattr(self.local, "among", None)
+
 
 class _Target:
     """The device that the call in progress names."""
@@ -152,6 +161,20 @@ class _Target:
 
     def __exit__(self, *_: object) -> None:
         self._local.device = self._before
+
+
+class _Among:
+    """The device of the tensors that the call in progress was given."""
+
+    def __init__(self, local: threading.local, device: torch.device | None) -> None:
+        self._local, self._device = local, device
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._local, "among", None)
+        self._local.among = self._device
+
+    def __exit__(self, *_: object) -> None:
+        self._local.among = self._before
 
 
 class Kernels(TorchDispatchMode):
@@ -169,6 +192,8 @@ class Kernels(TorchDispatchMode):
         tensors = list(_tensors([*args, *kwargs.values()]))
         devices = {index for value in tensors if (index := self._index(value)) is not None}
         target = self.functions.target
+        if target is None and not tensors:  # PyTorch's own code gives the options of a tensor, which name the CPU here
+            target = self.functions.among
         place = devices.copy() if target is None else ({target.index} if target.type == "cuda" else set())
         if not devices and not place:
             return function(*args, **kwargs)

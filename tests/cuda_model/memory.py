@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .machine import Machine, Timeline
@@ -48,6 +49,8 @@ class Memory:
         return None
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
+        while is_functorch_wrapped_tensor(tensor):  # inside torch.func.grad
+            tensor = get_unwrapped(tensor)
         return self.device_at(tensor.untyped_storage().data_ptr())
 
     def live_bytes(self, device: int) -> int:

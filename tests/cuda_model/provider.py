@@ -1,7 +1,8 @@
 """ONNX Runtime's CUDA provider for the model: sessions and bindings with the rules of release 1.19.2, read in its sources.
 
 - A stream handle of 0 counts as "none given": the session makes a stream of its own, which nothing orders with PyTorch's.
-- Creating a session and running it set the current device and never set it back.
+- Creating a session, running it and letting it go (freeing its memory) set the current device and never set it back.
+- Runs of all threads use one cuDNN handle, that of the thread that made the session: two runs at once are a `Race`.
 - Binding an input copies it, on the session's stream, where the device planned for it differs from the tensor's. A copy keeps the value
   of that moment.
 - Outputs stay bound: the next run writes over them. An output that is planned elsewhere than it is bound is copied; to plain CPU memory
@@ -15,8 +16,12 @@ The real CPU session computes the numbers, on the same memory.
 from __future__ import annotations
 
 import ctypes
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -26,11 +31,12 @@ from onnxruntime.capi import _pybind_state as ort
 from torch_ort_ckpt.engines.ort import sequences
 
 from .interface import Cuda
+from .machine import Race
 from .memory import span
 
 PROVIDER = "CUDAExecutionProvider"
 CPU_ONLY = frozenset(
-    {"MaxPoolGrad", "AveragePoolGrad", "LSTMTraining", "LSTMGrad", "GRUTraining", "GRUGrad", "BroadcastGradientArgs", "Tan"}
+    {"MaxPoolGrad", "AveragePoolGrad", "LSTMTraining", "LSTMGrad", "GRUTraining", "GRUGrad", "BroadcastGradientArgs", "Tan", "ArgMax"}
 )
 """Operators without a CUDA kernel in 1.19.2, of those in the tests."""
 _CPU_INPUTS = {
@@ -52,17 +58,26 @@ class Session:
     """InferenceSession and its inner `_sess` in one."""
 
     def __init__(self, cuda: Cuda, real: Any, model: bytes | str, options: dict[str, str]) -> None:
-        self.cuda, self.real, self.options, self._sess = cuda, real, options, self
+        self.cuda, self.real, self.options = cuda, real, options
         self.device = int(options["device_id"])
         handle = int(options.get("user_compute_stream", 0))
         machine = cuda.machine
         self.stream = machine.by_handle[handle] if handle else machine.new_stream(self.device, "stream of ONNX Runtime's own")
         machine.set_device(self.device)
+        self._arena = np.empty(0)  # an object that the garbage collector does not know: it goes with the session, not before
+        weakref.finalize(self._arena, machine.set_device, self.device)
+        self._handle = threading.Lock()
+        self.during: Callable[[], object] | None = None
+        """What a test does while a run is being launched, as another thread could."""
         self.staging = 0
         self.failing = False
         """Whether runs fail, after the first of their work was queued."""
         self.runs = self.synchronised = 0
         self.planned_inputs, self.planned_outputs, self.fallen_back = plan(model, real)
+
+    @property
+    def _sess(self) -> Session:
+        return self
 
     def get_inputs(self) -> Any:
         return self.real.get_inputs()
@@ -74,6 +89,16 @@ class Session:
         return [PROVIDER, "CPUExecutionProvider"]
 
     def run_with_iobinding(self, binding: Binding, options: Any = None) -> None:
+        if not self._handle.acquire(blocking=False):
+            raise Race("two threads use one cuDNN handle at once")
+        try:
+            if self.during is not None:
+                self.during()
+            self._run(binding, options)
+        finally:
+            self._handle.release()
+
+    def _run(self, binding: Binding, options: Any) -> None:
         machine = self.cuda.machine
         machine.set_device(self.device)
         entry = "disable_synchronize_execution_providers"
@@ -141,9 +166,15 @@ class Binding:
     """SessionIOBinding."""
 
     def __init__(self, session: Session) -> None:
-        self.session = session
+        self._session = weakref.ref(session)  # as pybind11's object, which does not keep the session
         self.inputs: dict[str, tuple[Any, list[tuple[int, int]]]] = {}
         self.outputs: dict[str, Slot] = {}
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None, "a binding is used after its session"
+        return session
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         if value.is_tensor_sequence():

@@ -95,3 +95,19 @@ def test_a_model_s_update_is_one_piece_and_stays_so_through_checkpoints(tmp_path
     safetensors.torch.save_file(model.state_dict(), tmp_path / "weights.safetensors")  # refuses tensors that share a storage
     saved = safetensors.torch.load_file(tmp_path / "weights.safetensors")
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class, as DTensors are."""
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.ones(3, dtype=torch.float64), torch.ones(3, device="meta"), torch.ones(3).as_subclass(Marked)],
+    ids=["another type", "another device", "another class"],
+)
+def test_zeros_for_tensors_that_are_not_plain_are_those_of_pytorch(odd: torch.Tensor) -> None:
+    found = zeros_like_all([torch.ones(2), odd])
+    for zeros, like in zip(found, [torch.ones(2), odd], strict=True):
+        assert (type(zeros), zeros.dtype, zeros.device, zeros.shape) == (type(like), like.dtype, like.device, like.shape)
+    assert found[0].untyped_storage().nbytes() == 8  # memory of its own

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 import torch_ort_ckpt as toc
 from tests.engines.zoo import Family, export
 from tests.models import LSTM, batch, exported, module
+from tests.truth import DATA
 
 pytestmark = pytest.mark.ort
 
@@ -146,3 +149,15 @@ def test_a_loop_over_parameters(exporter: str, tmp_path: Path) -> None:
     net = nn.Sequential(nn.EmbeddingBag(10, 6, mode="mean"), nn.Linear(6, 5))
     with pytest.raises(toc.CheckpointError, match=r"Loop.*no gradient for Loop.*EmbeddingBag"):
         toc.export_artifacts(net, (torch.randint(0, 10, (4, 5)),), tmp_path, exporter=exporter)
+
+
+def test_a_parameter_without_a_fixed_shape_is_for_the_torch_engine(tmp_path: Path) -> None:
+    folder = shutil.copytree(DATA / "fbv2_ort1_19_2_adamw_full", tmp_path / "artifacts")
+    for name in ("training_model.onnx", "eval_model.onnx"):
+        model = onnx.load(folder / name)
+        (value,) = (value for value in model.graph.input if value.name == "fc1.weight")
+        value.type.tensor_type.shape.dim[0].dim_param = "rows"
+        onnx.save(model, folder / name)
+    with pytest.raises(toc.CheckpointError, match=r"fc1\.weight_grad.*: a gradient without a fixed shape\. Use engine=\"torch\""):
+        toc.OrtModule(folder, engine="ort")(torch.zeros(2, 12), torch.tensor([0, 1]))
+    toc.OrtModule(folder, engine="torch")(torch.zeros(2, 12), torch.tensor([0, 1])).backward()

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import torch_ort_ckpt as toc
 from tests.refusals import refused
+from tests.traps import Trap
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 
 from ..fuzz.mutate import limited_memory, peak_memory
@@ -160,14 +161,6 @@ def _renamed(index: Metadata, protocol: int) -> bytes:
 
 
 # Code
-
-
-class Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 def test_a_number_as_a_name_does_not_lead_to_an_unpickler(folder: Folder, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.cli import main
+from torch_ort_ckpt.formats.onnx.protobuf import Message
+from torch_ort_ckpt.storage.buffers import FileBuffer
 from torch_ort_ckpt.storage.hashing import bytes_hash
 
 from ..disks import write_model
@@ -135,3 +137,11 @@ def test_only_data_files_of_its_own_are_removed(tmp_path: Path) -> None:
         assert mine.exists()
     toc.save(state, path)
     assert sorted(tmp_path.iterdir()) == sorted([path, mine])
+
+
+def test_the_fields_of_a_message_in_their_order(tmp_path: Path) -> None:
+    """A number: its value and 0. Everything else: the range of its bytes."""
+    number, text, four, eight = b"\x08\x96\x01", b"\x12\x02hi", b"\x1d" + bytes(4), b"\x21" + bytes(8)
+    (tmp_path / "message").write_bytes(number + text + four + eight)
+    buffer = FileBuffer(tmp_path / "message", mmap=False)
+    assert list(Message(buffer, 0, buffer.size, "message").fields()) == [(1, 0, 150, 0), (2, 2, 5, 7), (3, 5, 8, 12), (4, 1, 13, 21)]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import torch_ort_ckpt as toc
 from tests.refusals import why_refused
+from tests.traps import Trap
 from torch_ort_ckpt.errors import UnsupportedError
 
 from ..strategies import states
@@ -115,19 +116,9 @@ def test_half_precision_moments_and_aliases_survive(tmp_path: Path) -> None:
         assert file["optimizer/shared_optimizer_state/Step"][()].tolist() == [3]
 
 
-class Trap:
-    """Unpickling this creates a file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
 def test_the_user_dict_is_never_unpickled_unless_asked_for(tmp_path: Path) -> None:
     mine = tmp_path / "sprung"
-    text = pickle.dumps({"trap": Trap(str(mine))}).hex()
+    text = pickle.dumps({"trap": Trap(mine)}).hex()
     state = toc.CheckpointState({"w": torch.ones(1)}, properties={"user_dict": text})
     toc.save(state, tmp_path / "c.ortcp", format="ortcp")
     again = toc.load(tmp_path / "c.ortcp")

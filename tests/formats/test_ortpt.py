@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests.traps import Trap
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 
 from ..truth import Truth, fixtures, raw
@@ -62,16 +63,8 @@ def test_it_cannot_be_written() -> None:
         toc.save(toc.CheckpointState(), "x.ort.pt", format="ortpt")
 
 
-class Trap:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
 def test_code_in_the_file_is_not_run(tmp_path: Path) -> None:
-    torch.save({"model": {"w": torch.ones(1)}, "x": Trap(str(tmp_path / "sprung"))}, tmp_path / "a.ort.pt")
+    torch.save({"model": {"w": torch.ones(1)}, "x": Trap(tmp_path / "sprung")}, tmp_path / "a.ort.pt")
     with pytest.raises(UnsupportedError, match="could run code is never loaded"):
         toc.load(tmp_path / "a.ort.pt")
     assert not (tmp_path / "sprung").exists()
@@ -93,6 +86,8 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
 def test_a_user_s_own_data_becomes_properties(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "epoch": 3, "flag": True, "list": [1, {"a": None}], 5: "x"}, tmp_path / "a.ort.pt")
     assert toc.load(tmp_path / "a.ort.pt").properties == {"epoch": 3, "flag": 1, "list": '[1, {"a": null}]', "5": "x"}
+    torch.save({"model": {"w": torch.ones(1)}, "shape": torch.Size([2, 3]), "scalar": torch.Size([])}, tmp_path / "c.ort.pt")
+    assert toc.load(tmp_path / "c.ort.pt").properties == {"shape": "[2, 3]", "scalar": "[]"}
     torch.save({"model": {"w": torch.ones(1)}, "rng": torch.ones(2)}, tmp_path / "b.ort.pt")
     with pytest.warns(toc.CheckpointWarning, match="rng"):
         toc.load(tmp_path / "b.ort.pt")

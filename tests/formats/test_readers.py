@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from torch_ort_ckpt import formats
+from torch_ort_ckpt.catalog import FORMATS, WRITABLE
 from torch_ort_ckpt.cli import main
 from torch_ort_ckpt.dtypes import TORCH_FROM_ONNX
 from torch_ort_ckpt.formats import read_by
@@ -223,3 +226,12 @@ def test_upgrade_gives_a_file_that_ort_reads(tmp_path: Path, capsys: pytest.Capt
     toc.save(LOADING["string"], tmp_path / "text", format="ort", version=1)
     assert main(["upgrade", str(tmp_path / "text"), "--overwrite"]) == 0
     assert "readable by no release of ORT: 'text' is a string tensor" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_called_directly_a_format_has_the_defaults_of_load_and_save(name: str) -> None:
+    format = formats.module(name)
+    assert inspect.signature(format.read).parameters["mmap"].default is True
+    if name in WRITABLE:
+        assert inspect.signature(format.write).parameters["durable"].default is True
+        assert inspect.signature(format.write).parameters["progress"].default is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 import torch_ort_ckpt as toc
 from tests.models import trained
+from tests.traps import Trap
 
 from ..truth import Truth
 
@@ -49,16 +49,11 @@ def test_moments_without_certain_names_are_left_out_with_a_warning(tmp_path: Pat
         assert not toc.load(tmp_path / "run.pt").optimizer
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("pwned",)
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_nothing_is_executed(legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"w": torch.zeros(1), "x": Evil()}, "evil.pt", _use_new_zipfile_serialization=not legacy)
-    Path("plain.pt").write_bytes(pickle.dumps(Evil()))
+    torch.save({"w": torch.zeros(1), "x": Trap("pwned")}, "evil.pt", _use_new_zipfile_serialization=not legacy)
+    Path("plain.pt").write_bytes(pickle.dumps(Trap("pwned")))
     for name in ("evil.pt", "plain.pt"):
         with pytest.raises(toc.CheckpointError):
             toc.load(name)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests.traps import Trap
 
 pytest.importorskip("lightning")
-
-
-class Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize("options", [{}, {"weights_only": None}, {"weights_only": True}])
@@ -51,3 +44,31 @@ def test_who_trusts_a_file_can_say_so(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "x": Trap(tmp_path / "made")}, tmp_path / "a.ckpt")
     OrtCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
     assert (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [("ort", {"external_data": True}), ("safetensors", {}), ("safetensors", {"max_shard_size": 32})],
+)
+def test_a_checkpoint_that_is_no_longer_kept_goes_with_all_its_files(format: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Also from a rank that is not the first: there nothing happens. Files of other checkpoints stay."""
+    from torch_ort_ckpt.integrations.lightning import OrtCheckpoint
+
+    state = toc.CheckpointState(trainable={"a": torch.ones(8), "b": torch.zeros(8)})
+    for name in ("old", "new"):
+        toc.save(state, tmp_path / f"{name}.{format}", format=format, **options)
+    before = sorted(place.name for place in tmp_path.iterdir())
+    callback = OrtCheckpoint(tmp_path, format=format)
+    callback._remove_checkpoint(SimpleNamespace(is_global_zero=False), str(tmp_path / f"old.{format}"))
+    assert sorted(place.name for place in tmp_path.iterdir()) == before
+    callback._remove_checkpoint(SimpleNamespace(is_global_zero=True), str(tmp_path / f"old.{format}"))
+    assert sorted(place.name for place in tmp_path.iterdir()) == [name for name in before if name.startswith("new")]
+    assert toc.load(tmp_path / f"new.{format}") == state
+
+
+@pytest.mark.parametrize("counted", [{"epoch": 3, "global_step": 40}, {"epoch": 3}, {}])
+def test_what_lightning_counts_is_in_the_checkpoint(counted: dict[str, int], tmp_path: Path) -> None:
+    from torch_ort_ckpt.integrations.lightning import OrtCheckpointIO
+
+    OrtCheckpointIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}, **counted}, tmp_path / "a.ckpt")
+    assert toc.load(tmp_path / "a.ckpt" / "checkpoint").properties == counted

@@ -38,7 +38,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     toc.save(moved, folder / "b")
     report.write(report.inspection(folder / "a"), folder / "inspect.html")
     report.write(report.comparison(folder / "a", folder / "b")[0], folder / "diff.html")
-    return {name: folder / f"{name}.html" for name in ("inspect", "diff")}
+    with toc.CheckpointManager(folder / "run") as manager:
+        model = torch.nn.Linear(3, 2)
+        for step in (1, 1000):
+            manager.save(step, model, metrics={"loss": 1 / step})
+    report.write(report.run_page([folder / "run", folder / "a"]), folder / "run.html")
+    return {name: folder / f"{name}.html" for name in ("inspect", "diff", "run")}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +93,7 @@ def test_all_charts_are_drawn(page: Page, pages: dict[str, Path]) -> None:
     assert sorted(page.evaluate(charts)) == ["bars", "scatter", "treemap"]
     assert page.evaluate("document.querySelectorAll('.tile').length") == 5
     assert page.evaluate("document.querySelectorAll('circle').length") == 8  # four weights with two moments each
-    assert page.evaluate("document.querySelectorAll('.spark').length") == 4  # the fifth has one finite value
+    assert page.evaluate("document.querySelectorAll('#tensors .spark').length") == 4  # the fifth has one finite value
     sizes = "[...document.querySelectorAll('{}')].map((e) => [+e.getAttribute('width'), +e.getAttribute('height')])"
     ((width, height),) = page.evaluate(sizes.format("[data-chart=treemap] svg"))
     tiles = page.evaluate(sizes.format(".tile rect"))
@@ -107,6 +112,42 @@ def test_nothing_is_fetched_and_nothing_fails(page: Page, pages: dict[str, Path]
     assert {address.partition(":")[0] for address in page.requests} == {"file"}
     assert page.errors == []
     assert page.evaluate("document.querySelector('img')") is None
+
+
+def test_what_changed_most_comes_first(tab: Page, pages: dict[str, Path]) -> None:
+    tab.look(width=1280)
+    tab.open(pages["diff"])
+    assert tab.evaluate(NAMES)[0] == "layers.2.weight"
+    assert tab.evaluate("document.querySelector('.bar text').textContent") == "layers.2.weight"
+
+
+def test_layers_open_with_their_totals(page: Page) -> None:
+    lines = "[...document.querySelectorAll('#tree > * b')].map((b) => b.textContent)"
+    assert page.evaluate(lines) == ["head.weight", "layers", HOSTILE]
+    page.click("#tree > details > summary")
+    assert page.evaluate("[...document.querySelectorAll('#tree > details b')].map((b) => b.textContent)") == ["layers", "10.weight", "2"]
+    assert "3 tensors" in page.evaluate("document.querySelector('#tree > details > summary').textContent")
+    assert page.evaluate("document.querySelectorAll('#tree .leaf .spark').length") > 0
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("name", ["inspect", "diff", "run"])
+def test_no_column_is_cut(tab: Page, pages: dict[str, Path], name: str, width: int) -> None:
+    tab.look(width=width)
+    tab.open(pages[name])
+    assert tab.evaluate("(() => { const e = document.querySelector('.wide'); return e.scrollWidth - e.clientWidth; })()") == 0
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_run_is_drawn_as_curves(tab: Page, pages: dict[str, Path]) -> None:
+    tab.look(width=1280)
+    tab.open(pages["run"])
+    titles = "[...document.querySelectorAll('[data-chart=lines] h2')].map((e) => e.textContent)"
+    assert tab.evaluate(titles)[0] == "loss"
+    assert "norm of all weights" in tab.evaluate(titles)
+    assert tab.evaluate("document.querySelectorAll('[data-chart=lines] polyline').length") >= 3
+    assert tab.evaluate("document.getElementById('noun').textContent") == "Checkpoints"
+    assert tab.errors == []
 
 
 @pytest.mark.parametrize("name", ["inspect", "diff"])

@@ -92,6 +92,21 @@ def test_sizes_fixed_by_the_user_are_held_to(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_sizes_may_be_fixed_later(engine: str) -> None:
+    model = toc.OrtModule(DATA / "fbv2_ort1_19_2_initial", engine=engine, threads=1)
+    model(torch.zeros(3, 12), torch.zeros(3, dtype=torch.int64))
+    model.fix_dimensions({"batch": 4})
+    assert model.options.dimensions == {"batch": 4}
+    model.fix_dimensions({})
+    assert model.options.dimensions == {"batch": 4}  # those that were fixed before stay so
+    model(torch.zeros(4, 12), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(toc.CheckpointError, match=r"x: has size 3 in dimension 0.*takes 4"):
+        model(torch.zeros(3, 12), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(toc.CheckpointError, match="no symbolic dimension 'width'"):
+        model.fix_dimensions({"width": 4})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_integers_that_do_not_fit_the_graph_are_refused(engine: str) -> None:
     model = toc.OrtModule(DATA / "pbseq_ort1_14_1_initial", engine=engine, threads=1)
     assert model.artifacts.inputs[1].dtype is torch.int32

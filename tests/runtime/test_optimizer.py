@@ -170,6 +170,49 @@ def test_groups_with_rates_of_their_own_and_what_the_graph_can_not_do(tmp_path: 
         toc.OrtOptimizer(clipping, params=[{"params": [value]} for value in clipping.named_trainable().values()])
 
 
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    """Also where no hook and no profiler watches the step."""
+    model = toc.OrtModule(ADAMW, threads=1)
+    optimizer, ((x, y),) = toc.OrtOptimizer(model), batches(model.artifacts, 1)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses.append(model(x, y))
+        losses[-1].backward()
+        return losses[-1]
+
+    before = model.fc1.weight.clone()
+    assert optimizer.step(closure) is losses[0]
+    assert len(losses) == 1
+    assert not torch.equal(model.fc1.weight, before)
+    assert optimizer.step() is None
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+def test_each_group_gets_its_own_rate_and_step_back(way: str, tmp_path: Path) -> None:
+    def made(rates: tuple[float, float]) -> tuple[toc.OrtModule, toc.OrtOptimizer]:
+        model = toc.OrtModule(ADAMW, threads=1)
+        first, *others = model.named_trainable().values()
+        return model, toc.OrtOptimizer(model, params=[{"params": [first], "lr": rates[0]}, {"params": others, "lr": rates[1]}])
+
+    model, optimizer = made((0.02, 0.005))
+    train(model, optimizer, batches(model.artifacts, 2))
+    again, resumed = made((0.5, 0.6))
+    if way == "state_dict":
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+    else:
+        toc.save(model.checkpoint(optimizer), tmp_path / "checkpoint", groups="keep")
+        again.load_checkpoint(tmp_path / "checkpoint", resumed)
+    assert [group["lr"] for group in resumed.param_groups] == [0.02, 0.005]
+    assert resumed.checkpoint_step == optimizer.checkpoint_step
+    for run in ((model, optimizer), (again, resumed)):
+        train(*run, batches(model.artifacts, 2))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_hyper_parameters_of_a_group_replace_the_graph_s(tmp_path: Path) -> None:
     artifacts = with_optimizer(tmp_path, adam_mode=0)
     data = batches(artifacts, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from ..storage.buffers import FileBuffer
 from .state import CheckpointState
@@ -22,6 +23,11 @@ def release_pages(*states: CheckpointState) -> None:
     for state in states:
         for buffer in state._buffers:
             buffer.release()
+
+
+def files_behind(state: CheckpointState) -> list[Path]:
+    """The files that the state's tensors alias."""
+    return [Path(buffer.path) for buffer in state._buffers]
 
 
 def bytes_on_disk(state: CheckpointState) -> int | None:

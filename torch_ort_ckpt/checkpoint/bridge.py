@@ -34,9 +34,12 @@ def to_state_dict(
     dtype: torch.dtype | None = None,
     *,
     upcast_half: bool = False,
+    module: nn.Module | None = None,
 ) -> dict[str, torch.Tensor]:
     """The parameters as `nn.Module.load_state_dict` takes them.
 
+    `module` keeps what that module has: a checkpoint may hold frozen tensors, constants of the graph, that PyTorch's module does not.
+    A weight of the checkpoint that was trained is never left out.
     `dtype` converts floating-point tensors (using a weight's own half-precision alias where it fits). `upcast_half` turns weights that
     exist only as `<w>_fp16` into fp32 `<w>`, with a warning that names them. String tensors are skipped with a warning that names them.
     """
@@ -53,7 +56,19 @@ def to_state_dict(
     if include_mixed_precision:
         for name, alias in names.to_torch(state.mixed_precision).items():
             result[alias_name(name, alias)] = alias
-    return result
+    return result if module is None else _of_module(result, module, {name for ort in state.trainable for name, _ in names.targets(ort)})
+
+
+def _of_module(tensors: dict[str, torch.Tensor], module: nn.Module, trained: set[str]) -> dict[str, torch.Tensor]:
+    """What the module has, under its own names (a wrapper's prefix included)."""
+    own = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
+    if lost := sorted(name for name in trained if name in tensors and name not in own):
+        raise CheckpointError(
+            f"the module has no {', '.join(lost[:5])}, which the checkpoint trained",
+            field=lost[0],
+            remedy="Pass names=toc.NameMap.match(state, module), or check that the module is the one that was exported.",
+        )
+    return {own[name]: value for name, value in tensors.items() if name in own}
 
 
 def weight_as(state: CheckpointState, name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -281,7 +296,7 @@ def from_torch(
     """A state that aliases the module's (or state dict's) tensors and the optimizer's moments.
 
     Of a module, parameters with `requires_grad` are trainable, other parameters and buffers frozen. A plain state dict does not say:
-    floating-point tensors count as trainable, unless `like` knows better. `like`, the state this training came from, also gives the
+    floating-point tensors count as trainable, unless `like` says otherwise. `like`, the state this training came from, also gives the
     names (matched as by `NameMap.match`), the transposes, element types, half-precision aliases, properties and groups to go back to.
     """
     tensors, trainable = _tensors_of(module_or_state_dict, optimizer)

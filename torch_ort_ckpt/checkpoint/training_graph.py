@@ -67,6 +67,9 @@ class GraphOptimizer(Optimizer):
     @abstractmethod
     def groups(self) -> dict[str, OptimizerGroup]: ...
 
+    @abstractmethod
+    def load_groups(self, groups: Mapping[str, OptimizerGroup]) -> None: ...
+
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's module inside DistributedDataParallel, DataParallel and `torch.compile` (FSDP2 wraps nothing)."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ from ..checkpoint.state import CheckpointState, format_bytes
 from ..errors import CheckpointError, MissingFileError
 from ..formats import detect, exists, format_for, load, read_by, save
 from ..operations.average import average
-from ..operations.convert import convert
+from ..operations.convert import convert, destination_of
 from ..operations.diff import diff
 from ..operations.summarize import Summary, TensorSummary, summarize
-from ..operations.verify import verify
+from ..operations.verify import Verification, verify
 from ..storage.files import warn
 from ..storage.paths import already_there
 from . import pages
-from .output import console, print_json, print_line, progress_bar, table
-from .writing import contents, escaped, size_of, writing_options
+from .output import console, error_console, print_error, print_json, print_line, progress_bar, table
+from .writing import contents, escaped, size_of, writing_options, written_files
 
 # inspect
 
@@ -33,12 +34,20 @@ from .writing import contents, escaped, size_of, writing_options
 def run_inspect(options: argparse.Namespace) -> int:
     if options.html:
         return pages.write_inspection(options)
+    artifacts = _artifacts(options.path)
+    if artifacts is not None and artifacts.checkpoint_path is None:
+        _describe(artifacts)
+        return 0
     with progress_bar("reading", size_of(options.path)) as advance:
         found = summarize(options.path, format=options.format, statistics=not options.no_stats, progress=advance)
     if options.json:
-        print_json({**dataclasses.asdict(found), "total_bytes": found.total_bytes})
+        graphs = {} if artifacts is None else {"artifacts": artifacts.as_json()}
+        print_json({**dataclasses.asdict(found), "total_bytes": found.total_bytes, **graphs})
         return 0
     out = console()
+    if artifacts is not None:
+        _describe(artifacts)
+        print_line("")
     version = f" version {found.format_version}" if found.format_version else ""
     nominal = ", nominal (no data)" if found.nominal else ""
     print_line(f"[bold]{escaped(found.path)}[/]: {found.format}{version}{nominal}, {format_bytes(found.total_bytes)} in tensors")
@@ -68,6 +77,23 @@ def run_inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _artifacts(path: str) -> Any:
+    """The training artifacts in a folder; None where there are none."""
+    if not os.path.isdir(path):
+        return None
+    from ..graphs.artifacts import Artifacts
+
+    try:
+        return Artifacts.load(path)
+    except MissingFileError:
+        return None
+
+
+def _describe(artifacts: Any) -> None:
+    for line in artifacts.describe().splitlines():
+        print_line(escaped(line))
+
+
 def _tensor_table(found: Summary) -> Any:
     columns = ["name", "kind", "dtype", "shape", "size", "moments"]
     numbers = ["min", "max", "mean", "std", "nan", "inf"]
@@ -92,7 +118,7 @@ def _tensor_row(item: TensorSummary, with_numbers: bool, nominal: bool) -> list[
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    target = options.to or format_for(options.destination)
+    target = destination_of(options.source, options.destination, options.to)[1]
     _convert(
         options,
         to_format=target,
@@ -128,7 +154,13 @@ def _convert(options: argparse.Namespace, **more: Any) -> CheckpointState:
         state = convert(
             options.source, options.destination, overwrite=options.overwrite, durable=not options.no_fsync, progress=advance, **more
         )
-    print_line(f"{escaped(options.destination)}: {more['to_format']}, {contents(state)}")
+    place, kind = destination_of(options.source, options.destination, more["to_format"])
+    written = load(place, format=kind)
+    checked = ", verified" if more.get("verify", True) else ""
+    print_line(f"{escaped(os.fspath(place))}: {kind}, {contents(written)}{checked}")
+    if len(files := written_files(place, written)) > 1:
+        for file in files:
+            print_line(f"  {escaped(file)}")
     return state
 
 
@@ -163,11 +195,17 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    results = []
+    results, missing = [], False
     for path in options.paths:
-        _must_exist(path)
         with progress_bar("verifying", size_of(path)) as advance:
-            results.append(verify(path, repair=options.repair, progress=advance))
+            try:
+                _must_exist(path)
+                results.append(verify(path, repair=options.repair, progress=advance))
+            except MissingFileError as error:  # an error of the command; the other files are still looked at
+                missing = True
+                print_error(str(error))
+                if options.json:
+                    results.append(Verification(path, problems=[str(error)]))
     if options.json:
         print_json([{**dataclasses.asdict(result), "ok": bool(result)} for result in results])
     else:
@@ -177,6 +215,8 @@ def run_verify(options: argparse.Namespace) -> int:
                 print_line(f"{escaped(result.path)}: ok ({result.format}, {result.tensors} tensors{repaired})")
             for problem in result.problems:
                 print_line(f"[red]{escaped(result.path)}[/]: {escaped(problem.removeprefix(f'{result.path}: '))}")
+    if missing:
+        return 2
     return 0 if all(results) else 1
 
 
@@ -207,8 +247,14 @@ def run_demo(options: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ort-ckpt-")))
-        rows = [dataclasses.astuple(row) for row in demo(folder, options.overwrite)]
-    console().print(table("What was done", ("stage", "by", "files", "result"), rows))
+        stages = demo(folder, options.overwrite)
+        print_line(f"A LeNet-5 learns digits in {len(stages)} stages. It takes about half a minute.\n")
+        for number, stage in enumerate(stages, 1):
+            print_line(f"[bold]{number}. {stage.title}[/] ({stage.who})")
+            started = time.perf_counter()
+            with error_console().status("working") if error_console().is_terminal else contextlib.nullcontext():
+                outcome = stage.run()
+            print_line(f"   {escaped(outcome)}  [dim]{time.perf_counter() - started:.1f} s[/]\n   [dim]{stage.why}[/]")
     if options.folder:
         print_line(f"\nThe files are in {escaped(options.folder)}: try `torch-ort-ckpt inspect {escaped(options.folder)}/trained`.")
     return 0

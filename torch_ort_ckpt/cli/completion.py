@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from typing import Any
 
 SHELLS = ("bash", "zsh", "fish")
@@ -12,12 +13,26 @@ class CommandParser(argparse.ArgumentParser):
     """A parser that knows which of its arguments are paths, for shells to complete file names."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
         self.paths: list[argparse.Action] = []
+        self.options: list[str] = []
+        super().__init__(*args, **options)
+
+    def add_argument(self, *args: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*args, **options)
+        self.options += action.option_strings
+        return action
 
     def add_path(self, *names: str, **options: Any) -> None:
         """As `add_argument`, for the path of a file or folder."""
         self.paths.append(self.add_argument(*names, **options))
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        """Refuses what it does not know itself: the parser above would not know this command's options."""
+        found, unknown = super().parse_known_args(*args, **options)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self.options, 1)
+            self.error(f"unknown {unknown[0]}" + (f" (did you mean {near[0]}?)" if near else ""))
+        return found, unknown
 
 
 def add(subparsers: Any, root: argparse.ArgumentParser) -> None:

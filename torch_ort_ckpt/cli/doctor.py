@@ -236,7 +236,12 @@ def ort_cuda(facts: dict[str, Any], device: bool) -> Check:
         swap = f"pip uninstall -y {' '.join(_distributions())} && {_pip('cuda')}" if device and _python_has(_LAST_CUDA) else None
         return Check("cuda", "onnxruntime", ABSENT, detail, swap)
     if facts["cuda"] is None:
-        return Check("cuda", "onnxruntime", WORKS, "the CUDA provider and its libraries load")
+        return Check(
+            "cuda",
+            "onnxruntime",
+            WORKS,
+            "the CUDA provider loads; `inspect` on artifacts names the nodes it runs on the CPU",
+        )
     paths = "PATH" if is_windows() else "LD_LIBRARY_PATH"
     fix = f"install CUDA 11.8 and cuDNN 8 for onnxruntime-training 1.19.2, and add their folders to {paths}"
     return Check("cuda", "onnxruntime", PROBLEM if device else ABSENT, f"the CUDA provider does not load: {facts['cuda']}", fix)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -75,6 +76,24 @@ def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[Any
     for row in rows:
         result.add_row(*(escape(printable(str(cell))) for cell in row))
     return result
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The values as a line of small bars, at most 60; nothing where the terminal can't show them."""
+    bars = "▁▂▃▄▅▆▇█"
+    known = [value for value in values[:: max(1, len(values) // 60)] if math.isfinite(value)]
+    if not known or not _encodable(bars):
+        return ""
+    low, high = min(known), max(known)
+    return "".join(bars[int((value - low) / (high - low) * 7) if high > low else 0] for value in known)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode(console().encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`inspect --html` and `diff --html`: a page for a browser instead of tables."""
+"""`inspect --html`, `diff --html` and `checkpoints --html`: a page for a browser instead of tables."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def write_comparison(options: argparse.Namespace) -> int:
     report.write(content, options.html, overwrite=options.overwrite)
     print_line(f"{escaped(options.html)}: {len(found)} of {found.compared} differ, open it in a browser")
     return 0 if found.equal else 1
+
+
+def write_run(options: argparse.Namespace) -> int:
+    refuse_existing(as_path(options.html), options.overwrite)
+    with progress_bar("reading", sum(map(size_of, options.paths))) as advance:
+        content = report.run_page(options.paths, progress=advance)
+    report.write(content, options.html, overwrite=options.overwrite)
+    print_line(f"{escaped(options.html)}: {len(content['rows'])} checkpoints, open it in a browser")
+    return 1 if any(row["problems"] for row in content["rows"]) else 0

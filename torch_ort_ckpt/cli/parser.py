@@ -193,10 +193,14 @@ def _add_training(subparsers: Any) -> None:
         subparsers,
         "checkpoints",
         "training.run_checkpoints",
-        "List a directory of checkpoints.",
-        "List the entries of a checkpoint directory: steps, metrics, sizes and state. Exit code 1 when one is damaged.",
+        "List a directory of checkpoints, or show how a run went.",
+        "List the entries of checkpoint directories: steps, metrics, sizes and state. Several directories, or single checkpoints (the "
+        "rounds of a federated server), stand side by side. Exit code 1 when one is damaged.",
     )
-    listing.add_path("directory")
+    listing.add_path("paths", metavar="DIR", nargs="+")
+    listing.add_argument("--stats", action="store_true", help="also the learning rate and the size of weights and moments (reads the data)")
+    listing.add_path("--html", metavar="FILE", help="write a page with the curves of all these, for a browser, instead")
+    _add_overwrite(listing)
     listing.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
     listing.add_argument("--json", action="store_true", help="print a JSON document")
 

@@ -8,17 +8,24 @@ import datetime
 import importlib
 import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..checkpoint.state import format_bytes
 from ..errors import CheckpointError, MissingDependencyError, MissingFileError
 from ..storage.paths import PathLike, refuse_url
-from .output import console, print_json, print_line, table
+from . import pages
+from .output import console, print_json, print_line, progress_bar, sparkline, table
 from .writing import escaped
+
+if TYPE_CHECKING:
+    from ..report.runs import Point
 
 SAVED = "run.json"
 """The configuration of a run, kept in its checkpoint directory for `resume`."""
@@ -38,51 +45,78 @@ def run_resume(options: argparse.Namespace) -> int:
 
 
 def run_checkpoints(options: argparse.Namespace) -> int:
-    from ..training.directory import list_entries
+    from .. import report
 
-    if not Path(options.directory).is_dir():
-        raise MissingFileError("no such folder", path=options.directory, remedy="Give the folder that a CheckpointManager saves to.")
-    found = list_entries(Path(options.directory))
-    problems = [entry.problem for entry in found]
+    if options.html:
+        return pages.write_run(options)
+    with progress_bar("reading", 0) as advance:
+        found = report.points(options.paths, statistics=options.stats, progress=advance)
     if options.verify:
-        for index, entry in enumerate(found):
-            try:
-                entry.verify()
-            except CheckpointError as error:
-                problems[index] = str(error)
+        for point in found:
+            point.problem = _damage(point)
     if options.json:
-        rows = [
-            {
-                "step": e.step,
-                "path": str(e.path),
-                "metrics": e.metrics,
-                "bytes": e.nbytes,
-                "ranks": e.ranks,
-                "created": e.created,
-                "problem": p,
-            }
-            for e, p in zip(found, problems, strict=True)
-        ]
-        print_json(rows)
+        print_json([_as_json(point) for point in found])
+    elif not found:
+        print_line("no checkpoints here")
     else:
-        names = sorted({name for entry in found for name in entry.metrics})
-        columns = ["step", *names, "size", "ranks", "saved", "state"]
-        lines = [
+        _print_run(found, len(options.paths) > 1, options.verify)
+    return 1 if any(point.problem for point in found) else 0
+
+
+def _damage(point: Point) -> str | None:
+    from ..operations.verify import verify
+    from ..training.entry import read_entry
+
+    try:
+        if point.run:
+            read_entry(point.path.parent).verify()
+        elif problems := verify(point.path).problems:
+            return problems[0]
+    except CheckpointError as error:
+        return str(error)
+    return point.problem
+
+
+def _as_json(point: Point) -> dict[str, Any]:
+    inside = point.path.parent if point.run else point.path
+    content: dict[str, Any] = {"step": point.step, "path": str(inside), "metrics": point.metrics, "bytes": point.nbytes}
+    content |= {"ranks": point.ranks, "created": point.created, "problem": point.problem}
+    if point.weights is not None:
+        content |= {"lr": point.rate, "weights": point.weights, "moments": point.moments}
+    return content
+
+
+def _print_run(found: list[Point], several: bool, verified: bool) -> None:
+    """A row for each checkpoint, and a line that shows how each metric went."""
+    names = sorted({name for point in found for name in point.metrics})
+    moments = sorted({name for point in found for name in point.moments})
+    measured = any(point.weights is not None for point in found)
+    numbers = ["step", *names, *(["lr", "norm of weights", *(f"{name} RMS" for name in moments)] if measured else [])]
+    rows = []
+    for point in found:
+        values = [point.metrics.get(name) for name in names]
+        values += [point.rate, point.weights, *(point.moments.get(name) for name in moments)] if measured else []
+        shown = ["" if value is None else f"{value:.5g}" for value in values]
+        saved = datetime.datetime.fromtimestamp(point.created).isoformat(" ", "seconds") if point.created else ""
+        state = point.problem or ("verified" if verified else "complete")
+        rows.append(
             [
-                entry.step,
-                *(f"{entry.metrics[name]:.5g}" if name in entry.metrics else "" for name in names),
-                format_bytes(entry.nbytes),
-                entry.ranks,
-                datetime.datetime.fromtimestamp(entry.created).isoformat(" ", "seconds") if entry.created else "",
-                problem or ("verified" if options.verify else "complete"),
+                *([point.run or point.path.name] if several else []),
+                point.step,
+                *shown,
+                format_bytes(point.nbytes),
+                point.ranks,
+                saved,
+                state,
             ]
-            for entry, problem in zip(found, problems, strict=True)
-        ]
-        if not found:
-            print_line("no checkpoints here")
-            return 0
-        console().print(table(None, columns, lines, right=["step", *names, "size", "ranks"]))
-    return 1 if any(problems) else 0
+        )
+    columns = [*(["run"] if several else []), *numbers, "size", "ranks", "saved", "state"]
+    console().print(table(None, columns, rows, right=[*numbers, "size", "ranks"]))
+    for name in names:
+        for run in dict.fromkeys(point.run for point in found):
+            line = [point.metrics[name] for point in found if point.run == run and name in point.metrics]
+            if len(line) > 2 and (curve := sparkline(line)):
+                print_line(f"{escaped(f'{run} ' if several else '')}{escaped(name)} {curve} {line[0]:.4g} to {line[-1]:.4g}")
 
 
 def train(content: Mapping[str, Any], folder: Path, steps: int | None = None) -> int:
@@ -155,8 +189,15 @@ def _yaml(text: str) -> Any:
         import yaml
     except ImportError as error:
         raise MissingDependencyError("YAML files need pyyaml", remedy="pip install pyyaml, or write the file as .json") from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # untyped
+        """As YAML 1.2 and JSON have it, 1e-2 is a number; for PyYAML, which follows YAML 1.1, it is text."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+    )
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
@@ -200,4 +241,18 @@ def _data(name: str, arguments: Mapping[str, Any], folder: Path) -> tuple[Any, .
             field="data",
             remedy=f"It was raised in {place.filename}, line {place.lineno}.",
         ) from error
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    loaders = tuple(found) if isinstance(found, tuple) or _is_pair(found) else (found,)
+    bad = [type(item).__name__ for item in loaders if isinstance(item, (str, bytes)) or not hasattr(item, "__iter__")]
+    if bad or not 1 <= len(loaders) <= 2:
+        raise CheckpointError(
+            f"{name} returned {bad[0] if bad else f'{len(loaders)} loaders'}, not a loader or two",
+            field="data",
+            remedy="Return the train loader, or (train loader, test loader); a loader is iterable and gives a batch at a time.",
+        )
+    return loaders
+
+
+def _is_pair(found: object) -> bool:
+    """Whether a list holds the loaders, and is not itself a loader: a list of batches."""
+    batches = (tuple, list, dict, torch.Tensor)
+    return isinstance(found, list) and len(found) <= 2 and not any(isinstance(item, batches) for item in found)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from typing import Any
 
 from rich.markup import escape
 
+from ..checkpoint.backing import files_behind
 from ..checkpoint.state import CheckpointState
 from ..errors import CheckpointError, printable
+from ..storage.paths import PathLike, as_path
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(\.safetensors)$")
 
 
 def writing_options(options: argparse.Namespace, target: str) -> dict[str, Any]:
@@ -38,6 +43,14 @@ def size_of(path: str) -> int:
         return os.path.getsize(path) + (os.path.getsize(f"{path}.data") if os.path.exists(f"{path}.data") else 0)
     except OSError:
         return 0
+
+
+def written_files(path: PathLike, state: CheckpointState) -> list[str]:
+    """The files that a saved checkpoint consists of; `state` is what was loaded from it."""
+    place = as_path(path)
+    parts = sorted(os.fspath(file) for file in files_behind(state))
+    indices = [index for file in parts if (index := _SHARD.sub(r"\1.index.json", file)) != file]
+    return list(dict.fromkeys([*([os.fspath(place)] if place.is_file() else []), *indices, *parts]))
 
 
 def escaped(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed
 
 from ..errors import CheckpointError, MissingDependencyError
 
@@ -50,8 +51,9 @@ def set_random_states(states: list[torch.Tensor], moved: tuple[int, int] | None 
 
 
 def process_group_backend() -> str:
-    """gloo for CPU tensors and NCCL for CUDA ones, so that a model on the CPU of a machine with GPUs trains too."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    """gloo for CPU tensors and NCCL for CUDA ones, so that a model on the CPU of a machine with GPUs trains too. Not every build with
+    CUDA has NCCL (none on Windows): gloo serves both there."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
 
 
 def _available(device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Operators that ONNX Runtime 1.19.2 runs on the CPU only, also in a session on CUDA.
 
 A node without a CUDA kernel runs on the CPU behind copies that wait for the device, in every step; ONNX Runtime says so only in a log
-message below our level. The table is taken from the registrations of kernels in its sources: those of the CPU without those of CUDA.
+message below our level. The table is taken from the registrations of kernels in its sources: those of the CPU without those of CUDA, and
+ArgMax and ArgMin, whose CUDA kernels end at opset 11. Standard operators count too: PyTorch's gradient graphs are made of them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _STANDARD = (
-    "Acos Acosh AffineGrid Asin Asinh Atan Atanh AveragePoolGrad BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BlackmanWindow Celu "
-    "Col2Im ConvInteger Cosh DFT Det DynamicQuantizeLinear GlobalLpPool HammingWindow HannWindow Hardmax LpNormalization LpPool "
-    "MaxPoolGrad MaxRoiPool MaxUnpool Mean MeanVarianceNormalization MelWeightMatrix Multinomial QLinearConv QLinearMatMul STFT Scale Sinh "
-    "SplitToSequence Tan Unique"
+    "Acos Acosh AffineGrid ArgMax ArgMin Asin Asinh Atan Atanh AveragePoolGrad BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor "
+    "BlackmanWindow Celu Col2Im ConvInteger Cosh DFT Det DynamicQuantizeLinear GlobalLpPool HammingWindow HannWindow Hardmax "
+    "LpNormalization LpPool MaxPoolGrad MaxRoiPool MaxUnpool Mean MeanVarianceNormalization MelWeightMatrix Multinomial "
+    "QLinearConv QLinearMatMul STFT Scale Sinh SplitToSequence Tan Unique"
 )
 _MICROSOFT = (
     "AttnLSTM BroadcastGradientArgs CDist CropAndResize DynamicQuantizeLSTM DynamicQuantizeMatMul ExpandDims FusedGemm GRUGrad GRUTraining "

@@ -7,11 +7,24 @@ from typing import Any
 
 import torch
 
-from ..errors import MissingDependencyError
+from ..errors import MissingDependencyError, UnsupportedError
 from .devices import PROVIDER
 
 _PINNED = 1
 """OrtDevice's number for pinned CPU memory, which Python has no name for."""
+SYNCHRONISED = 256
+"""Every so many runs of a session one waits at its end. ONNX Runtime frees pinned staging buffers (of Concat, Split, batched MatMul,
+ScatterND and cuDNN's recurrent layers) only then: otherwise they grow with every run."""
+_OURS = {
+    "device_id": "use device=",
+    "user_compute_stream": "the engine's stream is ordered with PyTorch's, another one would not be",
+    "has_user_compute_stream": "the engine's stream is ordered with PyTorch's, another one would not be",
+    "gpu_external_alloc": "ONNX Runtime refuses an allocator together with a stream",
+    "gpu_external_free": "ONNX Runtime refuses an allocator together with a stream",
+    "gpu_external_empty_cache": "ONNX Runtime refuses an allocator together with a stream",
+    "enable_cuda_graph": "a captured graph would read the inputs of the run that was captured",
+}
+"""Options that a user can't choose, and why."""
 
 
 def provider_options(device: torch.device, stream: int, chosen: Mapping[str, Any]) -> dict[str, str]:
@@ -19,8 +32,11 @@ def provider_options(device: torch.device, stream: int, chosen: Mapping[str, Any
 
     - `user_compute_stream`: never 0, which means "none" (see `streams`).
     - `arena_extend_strategy`: ONNX Runtime's arena grows by powers of two by default, next to PyTorch's cache of the same memory.
-    - `use_tf32`: on by default in ONNX Runtime, but off for PyTorch's matrix products.
+    - `use_tf32`: on by default in ONNX Runtime, but off for PyTorch's matrix products. Read once, when the session is made.
     """
+    for name in chosen:
+        if name in _OURS:
+            raise UnsupportedError("can't be chosen among the provider options", field=name, remedy=f"Leave it out: {_OURS[name]}.")
     options = {
         "device_id": str(device.index or 0),
         "user_compute_stream": str(stream),
@@ -52,11 +68,19 @@ def loaded(session_providers: list[str]) -> None:
         )
 
 
-def run_options(onnxruntime: Any) -> Any:
-    """Run without the wait that ORT adds at the end of each run."""
-    options = onnxruntime.RunOptions()
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return options
+class Runs:
+    """The options of one session's runs: without the wait that ORT adds at the end of each, but for one in `SYNCHRONISED`. Each session
+    counts its own: of two that take turns on one stream, the same one would always get the wait."""
+
+    def __init__(self, onnxruntime: Any) -> None:
+        self._without_wait = onnxruntime.RunOptions()
+        self._without_wait.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._count = 0
+
+    def options(self) -> Any:
+        """Call for each run, in order (inside `Lane.ordered`)."""
+        self._count += 1
+        return self._without_wait if self._count % SYNCHRONISED else None
 
 
 def flag_device() -> Any:

@@ -6,8 +6,6 @@ with the training's. So the caller's stream copies to pinned memory, which does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 
@@ -36,7 +34,7 @@ class Staging:
     def finish(self) -> Staging:
         """Call when all is copied, on the thread and stream of the copies."""
         for device in self._devices:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped; the writer sleeps, not spins
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
         self._copied.clear()
@@ -46,7 +44,3 @@ class Staging:
         """Call on the thread that reads the copies."""
         for event in self._events:
             event.synchronize()
-
-
-def on_device(tensors: Iterable[torch.Tensor]) -> bool:
-    return any(tensor.device.type == "cuda" for tensor in tensors)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,13 +21,18 @@ import torch
 from ..errors import UnsupportedError
 from ..pytorch_private import storage_uses
 
-SYNCHRONISED = 256
-"""Every so many runs one waits at its end. ONNX Runtime frees pinned staging buffers (of Concat, Split, batched MatMul, ScatterND and
-cuDNN's recurrent layers) only then: otherwise they grow with every run."""
+_LOOKED_AT = 64
+"""How many lent results a run looks at: the newest of those still in use, and as many of the older ones. A loop may collect thousands of
+losses."""
 
 
 class Lane:
-    """The stream on which one engine, or one optimizer, runs its graphs."""
+    """The stream on which one engine, or one optimizer, runs its graphs, one at a time.
+
+    One at a time, for with a stream that it was given ONNX Runtime uses the cuBLAS and cuDNN handles of the thread that made the session in
+    every thread, and a cuDNN handle must not be used by two threads at once. Launching takes little time; the work itself does not hold
+    the lock.
+    """
 
     def __init__(self, device: torch.device, otherwise: str) -> None:
         self.device = device
@@ -34,35 +40,40 @@ class Lane:
         self._otherwise = otherwise
         self._served: dict[int, torch.cuda.Stream] = {}
         self._lent: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-        self._runs = 0
+        self._kept: deque[torch.Tensor] = deque()
+        self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def current_device(self) -> Iterator[None]:
-        """For creating sessions, binding and running, each of which sets the current device of CUDA and never sets it back."""
+        """For creating sessions, binding, running, and letting sessions go (freeing memory): each of them sets the current device of CUDA
+        and never sets it back."""
         with torch.cuda.device(self.device):
             yield
 
-    @contextlib.contextmanager
-    def ordered(self) -> Iterator[None]:
-        """Everything inside comes after the caller's work so far, and before what the caller does next; also if it fails."""
-        now = torch.cuda.current_stream(self.device)
+    def refuse_capture(self) -> None:
+        """Call before anything is allocated: memory allocated during a capture belongs to the captured graph."""
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "ONNX Runtime's work can't be captured into a CUDA graph: it runs on a stream of its own", remedy=self._otherwise
             )
+
+    @contextlib.contextmanager
+    def ordered(self) -> Iterator[None]:
+        """Everything inside comes after the caller's work so far, and before what the caller does next; also if it fails."""
+        self.refuse_capture()
+        now = torch.cuda.current_stream(self.device)
         with self._lock:
             unused = self._take_unused()
             self._served.setdefault(now.cuda_stream, now)
             for stream in self._served.values():
                 self.stream.wait_stream(stream)
             del unused  # from here on ONNX Runtime may use this memory again: its work comes after the waits
-        try:
-            # PyTorch's own work inside (copies of inputs, half-precision aliases) is on the same stream as the run that reads it.
-            with self.current_device(), torch.cuda.stream(self.stream):
-                yield
-        finally:
-            now.wait_stream(self.stream)
+            try:
+                # PyTorch's own work inside (copies of inputs, half-precision aliases) is on the same stream as the run that reads it.
+                with self.current_device(), torch.cuda.stream(self.stream):
+                    yield
+            finally:
+                now.wait_stream(self.stream)
 
     def lend(self, results: Sequence[torch.Tensor]) -> None:
         """Keep results of ONNX Runtime's arena until the next run finds them unused: it must first wait for those who read them."""
@@ -79,18 +90,18 @@ class Lane:
                 for tensor in tensors:
                     tensor.record_stream(stream)
 
-    def synchronises(self) -> bool:
-        """Whether this run is one that waits at its end."""
-        self._runs += 1
-        return self._runs % SYNCHRONISED == 0
-
     def _take_unused(self) -> list[torch.Tensor]:
-        unused: list[torch.Tensor] = []
-        kept: list[torch.Tensor] = []
+        """Lent results that only this lane has. Of those that the user keeps, some are looked at in turn."""
         alone = _uses_when_alone()
+        unused: list[torch.Tensor] = []
+        used: list[torch.Tensor] = []
         for result in self._lent:
-            (unused if storage_uses(result) == alone else kept).append(result)
-        self._lent = kept
+            (unused if storage_uses(result) == alone else used).append(result)
+        for _ in range(min(_LOOKED_AT, len(self._kept))):
+            result = self._kept.popleft()
+            (unused if storage_uses(result) == alone else self._kept).append(result)
+        self._kept.extend(used[:-_LOOKED_AT])
+        self._lent = used[-_LOOKED_AT:]
         return unused
 
 

@@ -34,8 +34,8 @@ from ..checkpoint.names import check_aliases
 from ..checkpoint.properties import WORLD_RANK
 from ..checkpoint.selection import on_device, selected, usable_device
 from ..checkpoint.state import CheckpointState
-from ..errors import CheckpointError, MissingFileError, UnsupportedError
-from ..storage.buffers import readable
+from ..errors import CheckpointError, UnsupportedError
+from ..storage.buffers import opening, readable
 from ..storage.files import Progress, warn
 from ..storage.folders import surviving
 from ..storage.paths import PathLike, already_there, as_path
@@ -46,6 +46,10 @@ _MODULES = {name: f".legacy.{name}" if name in ("runner", "pbseq", "ortcp", "ort
 
 _INDEX = ".index.json"
 """What the index of a sharded `<name>.safetensors` is called: `<name>.safetensors.index.json`."""
+
+_INSIDE = "checkpoint"
+_AROUND = ("manifest.json", "training_model.onnx", "training_model.ort", "eval_model.onnx", "eval_model.ort")
+"""A folder with `checkpoint` and one of these, an entry of a checkpoint directory or artifacts, stands for that checkpoint."""
 
 _FOLDERS = ("pbseq", "runner", "dcp")
 """Formats whose checkpoints are folders, always."""
@@ -59,14 +63,8 @@ def detect(path: PathLike) -> str:
 
 def _detect(path: PathLike) -> str:
     place = _found(path)
-    try:
+    with opening(path, "file or folder"):
         mode = place.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingFileError("no such file or folder", path=path) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
-        ) from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a FIFO would wait for a writer
         raise CheckpointError("neither a regular file nor a folder", path=path, remedy="Copy its content to a file first.")
     if (name := _match(place)) is not None:
@@ -212,8 +210,19 @@ def format_for(path: PathLike) -> str:
     if not Path(text).suffix:
         return "ort"
     raise CheckpointError(
-        "can't tell a format from this name", path=path, remedy=f"Pass format= (of convert: to_format=, --to) one of {', '.join(FORMATS)}."
+        "can't tell a format from this name", path=path, remedy=f"Pass format= (of convert: to_format=, --to) one of {', '.join(WRITABLE)}."
     )
+
+
+def inside_folder(folder: PathLike, source: PathLike, format: str) -> Path:
+    """Where a conversion of `source` goes that is to be put into `folder`: under the source's name with the format's suffix. A checkpoint
+    that is a folder itself is that folder."""
+    if format in _FOLDERS:
+        return as_path(folder)
+    name = as_path(source).name
+    known = [suffix for kind in FORMATS for suffix in module(kind).SUFFIXES if suffix and name.endswith(suffix) and name != suffix]
+    suffix = "" if format == "ort" else module(format).SUFFIXES[0]
+    return as_path(folder) / (name.removesuffix(max(known, key=len, default="")) + suffix)
 
 
 def read_by(name: str, path: PathLike | None = None) -> str:
@@ -222,7 +231,7 @@ def read_by(name: str, path: PathLike | None = None) -> str:
     if path is None or not hasattr(own, "read_by"):
         return str(getattr(own, "READ_BY", "no release of ORT"))
     files = _ranks(path, name) or [path]
-    return "; ".join(dict.fromkeys(str(own.read_by(surviving(file))) for file in files))
+    return "; ".join(dict.fromkeys(str(own.read_by(_found(file))) for file in files))
 
 
 def module(name: str) -> ModuleType:
@@ -233,9 +242,11 @@ def module(name: str) -> ModuleType:
 
 
 def _found(path: PathLike, *, quiet: bool = False) -> Path:
-    """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, or under the other name of a safetensors file: the
-    index of its shards, and the other way round."""
+    """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, inside an entry of a checkpoint directory or a
+    folder of artifacts, or under the other name of a safetensors file: the index of its shards, and the other way round."""
     place = surviving(path, quiet=quiet)
+    if (place / _INSIDE).is_file() and any((place / name).is_file() for name in _AROUND):
+        return place / _INSIDE
     text = os.fspath(place)
     is_index = text.lower().endswith(_INDEX)
     single = text[: -len(_INDEX)] if is_index else text
@@ -270,6 +281,12 @@ def _load_ranks(path: PathLike | Sequence[PathLike], ranks: list[PathLike], **op
     try:
         return merge(ranks, **options)
     except CheckpointError as error:
+        if single and error.field == WORLD_RANK and os.path.isdir(cast(PathLike, path)):
+            raise CheckpointError(
+                f"holds {len(ranks)} checkpoints that are not ranks of one run: {', '.join(Path(rank).name for rank in ranks[:5])}",
+                path=cast(PathLike, path),
+                remedy="Name one of them. Pipeline stages that do not say their place: merge(..., stages=True), --stages.",
+            ) from error
         if error.path is None and isinstance(path, (str, os.PathLike)):
             error.path = os.fspath(path)
         raise

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import torch
 
+from ..checkpoint.notebook import html_table
 from ..checkpoint.state import CheckpointState, split_half_suffix
 from ..checkpoint.state import OptimizerSpec as OptimizerSpec
 from ..cuda.kernels import fallbacks
@@ -285,6 +286,29 @@ class Artifacts:
             lines.append(f"  checkpoint {self.checkpoint_path.name} ({detect(self.checkpoint_path)})")
         lines += [f"  missing    {line}" for line in self.missing()]
         return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `describe` says, as plain data."""
+        spec = self.optimizer_spec if self.optimizer is not None else None
+        return {
+            "inputs": [str(item) for item in self.inputs],
+            "outputs": [str(item) for item in self.outputs],
+            "trainable": self.trainable,
+            "dimensions": list(self.dimensions),
+            "optimizer": None if spec is None else {"kind": spec.kind, **spec.hyperparameters, **spec.beyond_torch},
+            "on_cuda": self.on_cuda(),
+            "missing": self.missing(),
+        }
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        trainable, optimizer = set(self.trainable), self.optimizer_spec if self.optimizer_path is not None else None
+        rows = [("input", spec.name, spec) for spec in self.inputs]
+        rows += [("loss" if index == 0 else "output", spec.name, spec) for index, spec in enumerate(self.outputs)]
+        rows += [("trained" if name in trainable else "frozen", name, spec) for name, spec in self.parameters.items()]
+        cells = [(role, name, str(spec.dtype).removeprefix("torch."), list(spec.shape or ())) for role, name, spec in rows]
+        title = f"Artifacts in {self.folder.name}" + (f", optimizer {optimizer.kind}" if optimizer is not None else "")
+        return html_table(title, ("what", "name", "type", "shape"), cells)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what was read so far, without the mapped checkpoint: the files need not exist where it is unpickled."""

@@ -123,8 +123,8 @@ def write_order(model: onnx.ModelProto, module: nn.Module) -> None:
     buffers: list[str] = []
     for prefix, part in module.named_modules():
         start = f"{prefix}." if prefix else ""
-        own = [start + name for name, value in part._buffers.items() if value is not None]
-        order += [start + name for name, value in part._parameters.items() if value is not None] + own
+        own = [start + name for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)]
+        order += [start + name for name, _ in part.named_parameters(recurse=False, remove_duplicate=False)] + own
         buffers += own
     model.metadata_props.add(key=ORDER, value=json.dumps({"order": order, "buffers": buffers}))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +17,13 @@ from ..checkpoint.bridge import weight_as
 from ..checkpoint.names import NameMap
 from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, is_string, nbytes, same_ends, same_tensor
 from ..errors import CheckpointError
-from ..formats import format_for, load, save
+from ..formats import format_for, inside_folder, load, save
 from ..storage.files import Progress
 from ..storage.paths import PathLike, as_path, refuse_url
 from ..storage.read_back import ReadBack, reading_back
 
 _RELEASE_EVERY = 64 << 20
+_SEPARATORS = ("/", os.sep)
 
 
 def convert(
@@ -43,7 +46,8 @@ def convert(
 ) -> CheckpointState:
     """Convert a checkpoint and return what was written. With `verify`, the result is read back and compared bit for bit.
 
-    Formats come from the source's content and the destination's name unless `from_format` and `to_format` are given. `names` renames and
+    Formats come from the source's content and the destination's name unless `from_format` and `to_format` are given. A destination that
+    ends in a slash is a folder: the result gets the source's name in it, with the format's suffix. `names` renames and
     transposes weights (a `NameMap` or a JSON file for `NameMap.from_dict`); `dtype` converts floating-point weights. Options belong to
     the destination's format.
     """
@@ -54,8 +58,7 @@ def convert(
             raise CheckpointError("to_format= and its old name to= are both given", path=destination, remedy="Remove to=.")
         to_format = old
     refuse_url(names)
-    place = as_path(destination)
-    target = to_format or format_for(place)
+    place, target = destination_of(source, destination, to_format)
     state = load(source, format=from_format, **(read_options or {}))
     loaded = state
     state = dataclasses.replace(
@@ -67,13 +70,23 @@ def convert(
         state.promote_half()
         state.mixed_precision = state.mixed_precision if include_mixed_precision else {}
     if names is not None:
-        state = renamed(state, names if isinstance(names, NameMap) else read_name_map(names))
+        chosen = names if isinstance(names, NameMap) else read_name_map(names)
+        if unknown := sorted({entry.ort for entry in chosen.entries.values()} - state.parameters.keys() - state.mixed_precision.keys()):
+            raise CheckpointError(
+                f"the checkpoint has no {', '.join(unknown[:5])}",
+                path=source,
+                field=unknown[0],
+                remedy="A name map goes from names in the checkpoint to names in PyTorch: `inspect` shows the former.",
+            )
+        state = renamed(state, chosen)
     if dtype is not None:
         state = as_dtype(state, dtype)
+    if place != as_path(destination):
+        os.makedirs(place.parent, exist_ok=True)
     with reading_back() if verify else contextlib.nullcontext() as reader:
         save(
             state,
-            destination,
+            place,
             format=target,
             include_mixed_precision=include_mixed_precision,
             overwrite=overwrite,
@@ -82,8 +95,17 @@ def convert(
             **options,
         )
     if verify:
-        _verify(state, destination, target, loaded, options, reader)
+        _verify(state, place, target, loaded, options, reader)
     return state
+
+
+def destination_of(source: PathLike, destination: PathLike, to_format: str | None) -> tuple[Path, str]:
+    """Where a conversion goes, and in which format. A destination that ends in a slash is the folder to put it into."""
+    place = as_path(destination)
+    if not os.fspath(destination).endswith(_SEPARATORS):
+        return place, to_format or format_for(place)
+    target = to_format or format_for(place)
+    return inside_folder(place, source, target), target
 
 
 def renamed(state: CheckpointState, names: NameMap) -> CheckpointState:

@@ -1,6 +1,7 @@
-"""One self-contained page about a checkpoint, or about two: for a browser without network. Behind `inspect --html` and `diff --html`.
+"""One self-contained page about a checkpoint, two, or a run: for a browser without network. Behind `inspect --html`, `diff --html` and
+`checkpoints --html`.
 
-`inspection` and `comparison` describe the page as plain data (rows, columns, charts); `page.js` draws any such description.
+`inspection`, `comparison` and `run_page` describe the page as plain data (rows, columns, charts); `page.js` draws any such description.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from ..storage.files import atomic_write
 from ..storage.paths import PathLike, as_path, refuse_existing
 from .comparison import comparison
 from .inspection import inspection
+from .runs import points, run_page
 
-__all__ = ["comparison", "inspection", "render", "write"]
+__all__ = ["comparison", "inspection", "points", "render", "run_page", "write"]
 
 
 def write(content: dict[str, Any], path: PathLike, *, overwrite: bool = False) -> None:

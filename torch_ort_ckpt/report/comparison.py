@@ -31,6 +31,7 @@ def comparison(a: PathLike, b: PathLike, *, atol: float = 0.0, rtol: float = 0.0
     changed = [row for row in rows if row["what"] != "equal"]
     facts = [
         ("Result", "equal" if report.equal else "different"),
+        ("Compared", f"{len(report)} of {report.compared} differ"),
         ("Tensors", f"{len(changed)} of {len(rows)} differ"),
         ("Step", f"{left.step} / {right.step}"),
         ("Largest change", _largest(changed)),
@@ -48,6 +49,8 @@ def comparison(a: PathLike, b: PathLike, *, atol: float = 0.0, rtol: float = 0.0
             {"type": "treemap", "title": "Where the bytes are", "size": "bytes", "colour": "what"},
         ],
         "tables": [_others(found)] if found else [],
+        "sort": "change",
+        "tree": {"size": "bytes", "measure": "moved", "against": "norm", "label": "|b-a| / |a|"},
     }
     return content, report
 

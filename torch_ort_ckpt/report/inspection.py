@@ -14,6 +14,7 @@ from ..operations.summarize import Statistics, measure
 from ..storage.files import Progress
 from ..storage.paths import PathLike
 from .histogram import histogram
+from .training import odd_units, update_ratios
 
 
 def inspection(path: PathLike, *, format: str | None = None, statistics: bool = True, progress: Progress | None = None) -> dict[str, Any]:
@@ -21,11 +22,15 @@ def inspection(path: PathLike, *, format: str | None = None, statistics: bool = 
     name = format or detect(path)
     state = load(path, format=name)
     moments = _moments(state)
+    ratios = update_ratios(state) if statistics else {}
+    release_pages(state)
     rows = []
     for kind, values in (("trainable", state.trainable), ("frozen", state.frozen), ("alias", state.mixed_precision)):
         for param, value in values.items():
             own = moments.get(param, {}) if kind != "alias" else {}
             rows.append(_row(param, kind, value, own, statistics))
+            if statistics:
+                rows[-1] |= {"units": odd_units(value)} | ({"update": ratios[param]} if own and param in ratios else {})
             release_pages(state)
             if progress:
                 progress(nbytes(value) + sum(map(nbytes, own.values())))
@@ -44,9 +49,10 @@ def inspection(path: PathLike, *, format: str | None = None, statistics: bool = 
         "title": os.path.basename(os.path.abspath(path)),
         "subtitle": str(path),
         "facts": facts,
-        "columns": _columns(names, statistics),
+        "columns": _columns(names, statistics, any(row.get("units") for row in rows), any("update" in row for row in rows)),
         "rows": rows,
         "charts": _charts(names, statistics),
+        "tree": {"size": "bytes", "measure": "norm", "label": "norm"},
         "tables": [table for table in (_groups(state), _properties(state)) if table["rows"]],
     }
 
@@ -90,11 +96,13 @@ def _problems(found: Statistics, where: str) -> list[str]:
     return [f"{where}{count} {what}" for count, what in ((found.nan, "NaN"), (found.inf, "Inf")) if count]
 
 
-def _columns(moments: list[str], statistics: bool) -> list[dict[str, str]]:
+def _columns(moments: list[str], statistics: bool, units: bool, updates: bool) -> list[dict[str, str]]:
     columns = [("name", "name", "text"), ("kind", "kind", "text"), ("dtype", "dtype", "text"), ("shape", "shape", "shape")]
     columns.append(("bytes", "size with moments", "bytes"))
     if statistics:
         columns += [("problems", "NaN / Inf", "problem"), ("histogram", "histogram", "histogram")]
+        columns += [("units", "units", "problem")] if units else []
+        columns += [("update", "last update / weight", "number")] if updates else []
         columns += [(key, key, "number") for key in ("min", "max", "mean", "std", "norm")]
         columns.append(("zeros", "zeros", "percent"))
         columns += [(moment, f"{moment} RMS", "number") for moment in moments]

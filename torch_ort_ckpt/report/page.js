@@ -27,9 +27,9 @@ function bytes(count) {
   return `${place ? count.toFixed(1) : count} ${units[place]}`;
 }
 
-const number = (value) => (value === 0 ? "0" : Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(4));
-const shape = (value) => value.join("×") || "scalar";
-const FORMATS = { bytes, number, shape, percent: (value) => (value ? `${(100 * value).toPrecision(3)} %` : "0 %") };
+const number = (value) => (value === 0 ? "0" : Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(3));
+const shape = (value) => (value ? value.join("×") || "scalar" : "");
+const FORMATS = { bytes, number, shape, count: (value) => value.toLocaleString("en"), percent: (value) => (value ? `${(100 * value).toPrecision(3)} %` : "0 %") };
 
 // the table
 
@@ -64,16 +64,16 @@ function cell(row, column) {
   if (value === undefined || value === null || value === "") return made;
   if (column.type === "histogram") made.append(sparkline(value));
   else made.textContent = FORMATS[column.type] ? FORMATS[column.type](value) : value;
-  if (["bytes", "percent"].includes(column.type)) made.className = "number";
+  if (["bytes", "count", "percent"].includes(column.type)) made.className = "number";
   return made;
 }
 
 function sparkline(counts) {
   const top = Math.max(...counts, 1);
-  const svg = drawn("svg", { class: "spark", width: 4 * counts.length, height: 22, role: "img", "aria-label": `histogram ${counts.join(" ")}` });
+  const svg = drawn("svg", { class: "spark", width: 3 * counts.length, height: 22, role: "img", "aria-label": `histogram ${counts.join(" ")}` });
   counts.forEach((count, place) => {
     const height = count ? Math.max(1, (22 * count) / top) : 0;
-    svg.append(drawn("rect", { x: 4 * place, y: 22 - height, width: 3, height }));
+    svg.append(drawn("rect", { x: 3 * place, y: 22 - height, width: 2.4, height }));
   });
   return svg;
 }
@@ -105,7 +105,7 @@ function prepareTable() {
   order.append(element("option", { value: "" }, "sort: as stored"));
   for (const column of content.columns) {
     const button = element("button", { type: "button" }, column.label);
-    document.querySelector("#tensors thead tr").append(element("th", { "aria-sort": "none" }, button));
+    document.querySelector("#tensors thead tr").append(element("th", { "aria-sort": "none", class: column.type }, button));
     if (column.type === "histogram") { button.disabled = true; continue; }
     const largest = column.type !== "text"; // of numbers the largest are looked for first
     button.addEventListener("click", () => sortBy(column.key, state.key === column.key ? !state.descending : largest));
@@ -117,6 +117,64 @@ function prepareTable() {
   at("controls").addEventListener("submit", (event) => event.preventDefault());
   at("more").addEventListener("click", () => { state.limit = Infinity; show(); });
   at("problems").parentElement.hidden = !content.rows.some((row) => row.problems);
+}
+
+// layers: a tree by the parts of the names, whose branches are made when they are opened
+
+function leaves(node) {
+  return node.row ? [node.row] : [...node.children.values()].flatMap(leaves);
+}
+
+function grown() {
+  const root = { children: new Map() };
+  for (const row of content.rows) {
+    const parts = row.name.split(".");
+    let node = root;
+    for (const part of parts.slice(0, -1)) {
+      if (!node.children.has(part)) node.children.set(part, { children: new Map() });
+      node = node.children.get(part);
+    }
+    node.children.set(`${parts.at(-1)}\u0000${row.kind}`, { row });
+  }
+  return root;
+}
+
+function branches(node) {
+  return [...node.children].map(([key, child]) => {
+    let name = key.split("\u0000")[0];
+    while (child.children && child.children.size === 1) { // a chain without a fork is one line
+      const [[next, only]] = child.children;
+      name += `.${next.split("\u0000")[0]}`;
+      child = only;
+    }
+    return branch(name, child);
+  });
+}
+
+function branch(name, node) {
+  const rows = leaves(node), { size, measure, against, label } = content.tree;
+  const total = (key) => Math.hypot(...rows.map((row) => row[key] || 0));
+  const measured = rows.some((row) => typeof row[measure] === "number");
+  const value = against ? total(measure) / total(against) : total(measure);
+  const bad = rows.filter((row) => row.problems || row.units).length;
+  const line = element("span", { class: "line" }, element("b", {}, name), element("span", {}, bytes(rows.reduce((sum, row) => sum + row[size], 0))),
+    element("span", {}, measured && Number.isFinite(value) ? `${label} ${number(value)}` : ""));
+  if (node.row) {
+    line.append(element("span", {}, `${node.row.kind} ${shape(node.row.shape)}`));
+    if (node.row.histogram) line.append(sparkline(node.row.histogram));
+    if (bad) line.append(element("span", { class: "problem" }, [node.row.problems, node.row.units].filter(Boolean).join(", ")));
+    return element("div", { class: "leaf" }, line);
+  }
+  line.append(element("span", {}, `${rows.length} tensors`));
+  if (bad) line.append(element("span", { class: "problem" }, `${bad} marked`));
+  const summary = element("summary", {}, line), made = element("details", {}, summary);
+  summary.addEventListener("click", () => { if (made.children.length === 1) made.append(...branches(node)); });
+  return made;
+}
+
+function prepareTree() {
+  at("layers").hidden = false;
+  at("tree").append(...branches(grown()));
 }
 
 // charts
@@ -132,6 +190,7 @@ function legend(names, colour) {
 
 function bars(chart, width) {
   const known = content.rows.filter((row) => typeof row[chart.value] === "number");
+  if (content.sort === chart.value) known.sort((a, b) => b[chart.value] - a[chart.value]);
   const positive = known.map((row) => row[chart.value]).filter((value) => value > 0);
   const top = positive.reduce((a, b) => Math.max(a, b), 0) || 1, least = positive.reduce((a, b) => Math.min(a, b), top);
   const decades = top / least > 100 ? Math.ceil(Math.log10(top / least)) + 1 : 0; // a logarithmic scale where a linear one would hide most
@@ -178,6 +237,38 @@ function scatter(chart, width) {
     svg.append(drawn("circle", { cx: px(point.x), cy: py(point.y), r: 5, style: `fill:${colour(point.series)};fill-opacity:.75` }, title));
   }
   return [points.length, legend(chart.ys.length > 1 ? names : [], colour), svg];
+}
+
+function lines(chart, width) {
+  const all = chart.series.flatMap((series) => series.points);
+  if (!all.length) return [0];
+  const { names, colour } = palette(chart.series.map((series) => series.name));
+  const height = 240, left = 62, bottom = 38;
+  const range = (place) => {
+    const values = all.map((point) => point[place]), low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+    return low < high ? [low, high] : [low - 1, high + 1];
+  };
+  const [x0, x1] = range(0), [y0, y1] = range(1);
+  const px = (x) => left + ((width - left - 14) * (x - x0)) / (x1 - x0);
+  const py = (y) => height - bottom - ((height - bottom - 12) * (y - y0)) / (y1 - y0);
+  const svg = drawn("svg", { width, height, role: "img", "aria-label": chart.title });
+  const tick = (x, y, text, anchor) => { const made = drawn("text", { x, y, "text-anchor": anchor }); made.textContent = text; svg.append(made); };
+  for (let place = 0; place <= 4; place += 1) {
+    const y = y0 + ((y1 - y0) * place) / 4, x = x0 + ((x1 - x0) * place) / 4;
+    svg.append(drawn("line", { class: "axis", x1: left, x2: width - 14, y1: py(y), y2: py(y) }));
+    tick(left - 6, py(y) + 4, String(Number(y.toPrecision(4))), "end");
+    if (place % 2 === 0) tick(px(x), height - bottom + 16, String(Math.round(x)), place === 4 ? "end" : "middle");
+  }
+  tick(width / 2, height - 6, "step", "middle");
+  for (const series of chart.series) {
+    svg.append(drawn("polyline", { class: "curve", points: series.points.map(([x, y]) => `${px(x)},${py(y)}`).join(" "), style: `stroke:${colour(series.name)}` }));
+    for (const [x, y] of series.points) {
+      const title = drawn("title");
+      title.textContent = `${series.name}, step ${x}: ${number(y)}`;
+      svg.append(drawn("circle", { cx: px(x), cy: py(y), r: 3.5, style: `fill:${colour(series.name)}` }, title));
+    }
+  }
+  return [all.length, legend(chart.series.length > 1 ? names : [], colour), svg];
 }
 
 function treemap(chart, width) {
@@ -234,7 +325,7 @@ function drawCharts() {
   at("charts").replaceChildren(...sections); // all of them first: they share the width
   const width = boxes.length ? boxes[0].clientWidth - 18 : 0;
   content.charts.forEach((chart, place) => {
-    const [count, ...parts] = { bars, scatter, treemap }[chart.type](chart, width);
+    const [count, ...parts] = { bars, lines, scatter, treemap }[chart.type](chart, width);
     if (count) boxes[place].append(...parts);
     else sections[place].remove();
   });
@@ -252,8 +343,11 @@ at("title").textContent = content.title;
 at("subtitle").textContent = content.subtitle;
 at("facts").append(...content.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 at("tables").append(...content.tables.map(plainTable));
+if (content.charts_first) document.querySelector("main").prepend(at("charts"));
+at("noun").textContent = content.noun || "Tensors";
 prepareTable();
-show();
+sortBy(content.sort || null, true);
+if (content.tree && content.rows.length > 1) prepareTree();
 drawCharts();
 let width = window.innerWidth;
 window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; drawCharts(); } });

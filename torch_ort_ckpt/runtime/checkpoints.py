@@ -7,22 +7,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
-from ..checkpoint.state import CheckpointState
+from ..checkpoint.bridge import from_torch, to_optimizer_state_dict
+from ..checkpoint.state import CheckpointState, OptimizerGroup
+from ..checkpoint.training_graph import GraphOptimizer
 from ..errors import CheckpointError, UnsupportedError
 from ..storage.files import warn
 from ..storage.paths import PathLike
 
 if TYPE_CHECKING:
     from .module import OrtModule
-    from .optimizer import OrtOptimizer
 
 SEED, DRAWS, SCHEDULER = "runtime.seed", "runtime.draws", "runtime.scheduler"
 """Properties for what ORT's checkpoint format has no field for."""
 
 
 def take(
-    model: OrtModule, optimizer: OrtOptimizer | None, scheduler: Any, properties: Mapping[str, int | float | str] | None
+    model: OrtModule, optimizer: Optimizer | None, scheduler: Any, properties: Mapping[str, int | float | str] | None
 ) -> CheckpointState:
     """The current state. Tensors are not copied: save it, or `clone()` it, before training continues."""
     table = model._table
@@ -41,7 +43,7 @@ def take(
     return CheckpointState(
         trainable={name: tensors[name] for name in table.trainable},
         frozen={**{name: tensors[name] for name in table.frozen}, **table.strings},
-        optimizer=optimizer.groups() if optimizer is not None else {},
+        optimizer=_groups(model, optimizer),
         properties={**table.properties, **own, **(properties or {})},
         mixed_precision={name: tensors[name].to(dtype) for name, dtype in table.half_precision.items()},
         partitions=dict(table.partitions),
@@ -49,9 +51,15 @@ def take(
     )
 
 
+def _groups(model: OrtModule, optimizer: Optimizer | None) -> dict[str, OptimizerGroup]:
+    if optimizer is None:
+        return {}
+    return optimizer.groups() if isinstance(optimizer, GraphOptimizer) else from_torch(model, optimizer).optimizer
+
+
 @torch.no_grad()
 def restore(
-    model: OrtModule, source: CheckpointState | PathLike, optimizer: OrtOptimizer | None, scheduler: Any, *, strict: bool = True
+    model: OrtModule, source: CheckpointState | PathLike, optimizer: Optimizer | None, scheduler: Any, *, strict: bool = True
 ) -> None:
     """Copy a state into the tensors of the model and the optimizer. Everything is checked before anything changes."""
     from ..formats import load
@@ -72,7 +80,10 @@ def restore(
     check_fit(fitting, targets)
     model._table.refuse_computed(fitting)
     if optimizer is not None and state.optimizer:
-        optimizer.load_groups(state.optimizer)
+        if isinstance(optimizer, GraphOptimizer):
+            optimizer.load_groups(state.optimizer)
+        else:
+            optimizer.load_state_dict(to_optimizer_state_dict(state, optimizer, module=model))
     elif optimizer is not None and optimizer.state:
         warn("the checkpoint holds no optimizer state: the optimizer keeps the moments and steps it has")
     elif optimizer is None:

@@ -7,9 +7,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..checkpoint.state import CheckpointState, OptimizerSpec
 from ..checkpoint.training_graph import TrainingGraph
@@ -25,10 +26,7 @@ from .delivery import Loop, through_computed
 from .dropout import DropoutSeeds
 from .inputs import ShapeCheck, ordered_inputs
 from .parameters import ParameterTable
-from .scopes import Scope, compute_values, set_own_attribute
-
-if TYPE_CHECKING:
-    from .optimizer import OrtOptimizer
+from .scopes import Scope, compute_values, set_own_attribute, tensor_lines
 
 
 class OrtModule(TrainingGraph):
@@ -73,6 +71,9 @@ class OrtModule(TrainingGraph):
         self._table = ParameterTable(self.artifacts, self.artifacts.state)
         self._table.register(self, self.artifacts.state, self._engine, self._options.device)
         checkpoints.restore_position(self, self.artifacts.state, None)
+
+    def extra_repr(self) -> str:
+        return "\n".join([f"engine: {self._engine_name}", *(f"input {spec}" for spec in self.artifacts.inputs), *tensor_lines(self)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs in the graph's order, by keyword, or as one mapping."""
@@ -193,16 +194,16 @@ class OrtModule(TrainingGraph):
 
     def checkpoint(
         self,
-        optimizer: OrtOptimizer | None = None,
+        optimizer: Optimizer | None = None,
         *,
         scheduler: Any = None,
         properties: Mapping[str, int | float | str] | None = None,
     ) -> CheckpointState:
-        """The whole training state. The tensors are not copied. Save it with `toc.save`."""
+        """The whole training state, with an `OrtOptimizer` or any of `torch.optim`. The tensors are not copied: save it (`toc.save`)."""
         return checkpoints.take(self, optimizer, scheduler, properties)
 
     def load_checkpoint(
-        self, state: CheckpointState | PathLike, optimizer: OrtOptimizer | None = None, *, scheduler: Any = None, strict: bool = True
+        self, state: CheckpointState | PathLike, optimizer: Optimizer | None = None, *, scheduler: Any = None, strict: bool = True
     ) -> None:
         """Continue from a checkpoint: parameters, moments, step, learning rate, scheduler and dropout's RNG position."""
         checkpoints.restore(self, state, optimizer, scheduler, strict=strict)

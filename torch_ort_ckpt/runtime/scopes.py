@@ -31,6 +31,9 @@ class Scope(nn.Module):
         if not set_own_attribute(self, name, value):
             super().__setattr__(name, value)
 
+    def extra_repr(self) -> str:
+        return "\n".join(tensor_lines(self))
+
     def forward(self, run: Callable[[], Any]) -> Any:
         """FSDP2 gathers a module's parameters before its forward and frees them after it: the graph runs in between."""
         return run()
@@ -155,3 +158,14 @@ def set_own_attribute(module: nn.Module, name: str, value: Any) -> bool:
             own[kind][name] = value
             return True
     return False
+
+
+def tensor_lines(module: nn.Module) -> list[str]:
+    """A line for each tensor that the module itself holds: type, shape, and whether it is trained."""
+
+    def line(name: str, value: torch.Tensor, role: str) -> str:
+        return f"{name}: {str(value.dtype).removeprefix('torch.')} {list(value.shape)}, {role}"
+
+    parameters = module.named_parameters(recurse=False)
+    lines = [line(name, value, "trained" if value.requires_grad else "frozen") for name, value in parameters]
+    return lines + [line(name, value, "buffer") for name, value in module.named_buffers(recurse=False)]

@@ -70,24 +70,31 @@ class FileBuffer:
 
 def open_file(path: str) -> BinaryIO:
     """Open for reading, with our errors; refuses what is not a regular file (a FIFO would hang)."""
-    try:
+    with opening(path, "file"):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingFileError("no such file", path=path) from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, PermissionError) and os.path.isdir(path):  # Windows opens no folders
-            raise _not_regular(path) from error
-        raise CheckpointError(
-            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
-        ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _not_regular(path)
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def _not_regular(path: str) -> CheckpointError:
+def _not_regular(path: Any) -> CheckpointError:
     return CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
+
+
+@contextlib.contextmanager
+def opening(path: Any, what: str) -> Iterator[None]:
+    """The system's error for a path that can't be opened, as our error type; `what` was expected there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError(f"no such {what}", path=path) from error
+    except (OSError, ValueError) as error:
+        if what == "file" and isinstance(error, PermissionError) and os.path.isdir(path):  # Windows opens no folders
+            raise _not_regular(path) from error
+        raise CheckpointError(
+            f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
+        ) from error
 
 
 @contextlib.contextmanager

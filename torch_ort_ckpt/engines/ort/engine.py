@@ -98,6 +98,8 @@ class OrtEngine:
             self.eval_graph()
 
     def eval_graph(self) -> _EvalGraph:
+        if self._lane is not None:
+            self._lane.refuse_capture()
         with self._lock:
             if self._eval is None:
                 self._eval = _EvalGraph(self.artifacts, self.options, self._lane)
@@ -113,6 +115,8 @@ class OrtEngine:
 
     def training_graph(self) -> _TrainingGraph:
         self._notice_autocast()
+        if self._lane is not None:
+            self._lane.refuse_capture()
         if self._training is None:
             with self._lock:
                 if self._training is None:
@@ -277,5 +281,7 @@ def _fixed(spec: TensorSpec, parameter: TensorSpec, artifacts: Artifacts) -> tup
     """Type and shape of a gradient. Its shape is the parameter's, whatever ORT inferred for its buffer."""
     shape = tuple(size for size in parameter.shape or () if isinstance(size, int))
     if spec.dtype is None or parameter.shape is None or len(shape) != len(parameter.shape):
-        raise UnsupportedError("a gradient without a fixed shape", path=artifacts.training_path, field=spec.name)
+        raise UnsupportedError(
+            "a gradient without a fixed shape", path=artifacts.training_path, field=spec.name, remedy='Use engine="torch".'
+        )
     return spec.dtype, shape

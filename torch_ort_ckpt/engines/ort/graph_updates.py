@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ...cuda.provider import flag_device, run_options
+from ...cuda.provider import Runs, flag_device
 from ...cuda.streams import Lane
 from ...dtypes import short_name
 from ...errors import CheckpointError, UnsupportedError
@@ -58,6 +58,7 @@ class GraphUpdater:
                     remedy="Use OrtOptimizer(fused=True).",
                 )
             self._lane = Lane(options.device, "Use OrtOptimizer(fused=True), or step outside the capture.")
+            self._lane.refuse_capture()
         elif options.device.type != "cpu":
             raise UnsupportedError(f"the optimizer graph does not run on {options.device.type}", remedy="Use OrtOptimizer(fused=True).")
         self._artifacts = artifacts
@@ -72,6 +73,8 @@ class GraphUpdater:
         self._default = self._run(self._built_in)
 
     def apply(self, update: Update) -> bool:
+        if self._lane is not None:
+            self._lane.refuse_capture()
         run = self._default if update.hyperparameters is self._built_in else self._run(update.hyperparameters)
         try:
             updated = run.apply(update)
@@ -172,7 +175,7 @@ class SequenceRun:
         from onnxruntime.capi import _pybind_state as ort
 
         self._session, self._lane = session._sess, lane
-        self._without_wait = run_options(import_onnxruntime()) if lane is not None else None
+        self._runs = Runs(import_onnxruntime()) if lane is not None else None
         self._io = ort.SessionIOBinding(self._session)
         scalars = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
         self._lr, self._step, self._flag = (scalar.numpy() for scalar in scalars)  # cheaper to set and read than the tensors
@@ -191,15 +194,21 @@ class SequenceRun:
     def apply(self, update: Update) -> bool:
         self._lr[0], self._step[0] = update.lr, update.step
         addresses = self._roles.addresses(update)
-        if self._lane is None:
+        if self._lane is None or self._runs is None:
             self._bind(addresses, update)
             self._session.run_with_iobinding(self._io, None)
             return bool(self._flag[0])
         with self._lane.ordered():
             self._bind(addresses, update)
-            self._session.run_with_iobinding(self._io, None if self._lane.synchronises() else self._without_wait)
+            self._session.run_with_iobinding(self._io, self._runs.options())
         # The kernel sets the flag when it is launched, on the host: there is nothing to wait for.
         return bool(ctypes.c_bool.from_address(self._io.get_outputs()[0].data_ptr()).value)
+
+    def __del__(self) -> None:
+        lane: Lane | None = getattr(self, "_lane", None)
+        if lane is not None:
+            with lane.current_device():
+                del self._session
 
     def _bind(self, addresses: _Addresses, update: Update) -> None:
         if addresses != self._bound:

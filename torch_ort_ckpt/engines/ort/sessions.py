@@ -35,7 +35,7 @@ class GraphSession:
         self.session = make_session(model, options, lane)
         self.device = options.device
         self.lane = lane
-        self._without_wait = provider.run_options(import_onnxruntime()) if lane is not None else None
+        self._runs = provider.Runs(import_onnxruntime()) if lane is not None else None
         self.specs = list(artifacts.parameters.values())
         self.inputs = [spec.name if spec.name in names else None for spec in artifacts.inputs]
         self.parameters = [(index, name) for index, name in enumerate(artifacts.parameters) if name in names]
@@ -49,7 +49,13 @@ class GraphSession:
         return self.lane.ordered() if self.lane is not None else contextlib.nullcontext()
 
     def run_options(self) -> Any:
-        return self._without_wait if self.lane is not None and not self.lane.synchronises() else None
+        return self._runs.options() if self._runs is not None else None
+
+    def __del__(self) -> None:
+        lane: Lane | None = getattr(self, "lane", None)
+        if lane is not None:
+            with lane.current_device():
+                del self.session
 
     def results(self, binding: Binding) -> tuple[torch.Tensor, ...]:
         """Run, and return the user's outputs."""

@@ -1,7 +1,7 @@
 """PyTorch's private names that make the joint graph of forward and backward; no other module of the pipeline has any.
 
 PyTorch calls its own way (`torch.export.experimental`) unstable, so there is a second one that does without it: `make_fx` over a function
-that calls `torch.autograd.grad`. Both give the same graph in the same form; `tests/graphs/test_joint_graph.py` removes the first.
+that calls `torch.autograd.grad`. Both give the same graph in the same form; `tests/graphs/gradients/test_joint.py` removes the first.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def joint_by_tracing(program: ExportedProgram, table: Table) -> tuple[ExportedPr
     mode = next(value.fake_mode for value in fakes if hasattr(value, "fake_mode"))
     with mode, enable_python_dispatcher():
         traced = make_fx(both, decomposition_table=table)(*fakes)
+    _remove_first_detach(traced, trained)
     constants = {place: program.constants[spec.target] for place, spec in enumerate(specs) if spec.target in program.constants}
     captured = torch.export.export(
         _WithConstants(traced, constants),
@@ -101,6 +102,16 @@ def joint_by_tracing(program: ExportedProgram, table: Table) -> tuple[ExportedPr
         strict=False,
     )
     return captured, [str(specs[place].target) for place in trained], [str(specs[place].target) for place in updated]
+
+
+def _remove_first_detach(traced: fx.GraphModule, places: list[int]) -> None:
+    """Remove the `detach` that makes each argument at `places` a leaf: differentiating the forward part again would stop there."""
+    nodes = placeholders(traced.graph)
+    for place in places:
+        first = next(node for node in traced.graph.nodes if node.target is torch.ops.aten.detach.default and node.args[0] is nodes[place])
+        first.replace_all_uses_with(nodes[place])
+        traced.graph.erase_node(first)
+    traced.recompile()
 
 
 class _WithConstants(torch.nn.Module):

@@ -84,8 +84,6 @@ class Library:
             return self.use_member("torch", "Tensor")
         if isinstance(value, torch.dtype):
             return str(value)
-        if value is torch.device or (isinstance(value, type) and value.__module__ == "torch"):
-            return f"torch.{value.__name__}"
         for module in ("builtins", "operator", "math", "typing", "collections.abc"):
             if (found := _name_in(module, value, name)) is not None:
                 return self._standard(module, found)

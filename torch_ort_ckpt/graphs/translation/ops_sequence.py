@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import Int, Scalar, register_op
+from .registry import Int, Ints, register_op
 
 
 @register_op("SequenceEmpty")
@@ -48,9 +48,8 @@ def concat_from_sequence(sequence: Any, *, axis: int, new_axis: int = 0) -> Tens
 
 
 @register_op("SplitToSequence")
-def split_to_sequence(x: Tensor, split: Scalar | None = None, *, axis: int = 0, keepdims: int = 1) -> Any:
+def split_to_sequence(x: Tensor, split: Ints | None = None, *, axis: int = 0, keepdims: int = 1) -> Any:
     if split is None:
         parts = torch.split(x, 1, axis)
         return list(parts) if keepdims else [part.squeeze(axis) for part in parts]
-    sizes = split.tolist() if isinstance(split, Tensor) else split
-    return list(torch.split(x, sizes, axis))
+    return list(torch.split(x, split, axis))  # type: ignore[arg-type]  # one size for all parts is a number, not a list

@@ -25,7 +25,7 @@ from tests.truth import DATA
 from torch_ort_ckpt.graphs.source.functions import Library
 from torch_ort_ckpt.graphs.translation import registry
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ADAMW = DATA / "fbv2_ort1_19_2_adamw_full"
 
 

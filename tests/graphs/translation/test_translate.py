@@ -200,3 +200,25 @@ def test_the_ort_format_is_refused_with_a_remedy(tmp_path: Path) -> None:
 
     with pytest.raises(toc.CheckpointError, match=r"only ONNX Runtime reads the \.ort format"):
         make_graph(artifacts, EngineOptions(), training=True)
+
+
+@pytest.mark.parametrize("bias", ["", ", b"])
+@pytest.mark.parametrize(("pads", "extra"), [([1, 0], 1), ([0, 1], 1), ([1, 1], 1), ([2, 0], 0)])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_transposed_convolution_with_uneven_padding(bias: str, pads: list[int], extra: int, axes: int) -> None:
+    """`output_padding` adds to the far side, which is the bias there, before the padding is cut off."""
+    torch.manual_seed(0)
+    befores, afters = [pads[0]] * axes, [pads[1]] * axes
+    text = (
+        f"g (float[1, 2{', n' * axes}] x, float[2, 3{', 3' * axes}] w, float[3] b) => (float[1, 3{', m' * axes}] y) "
+        f"{{ y = ConvTranspose <strides = {[2] * axes}, pads = {befores + afters}, output_padding = {[extra] * axes}> (x, w{bias}) }}"
+    )
+    x, w, b = torch.randn(1, 2, *[4] * axes), torch.randn(2, 3, *[3] * axes), torch.randn(3)
+    function = (torch.nn.functional.conv_transpose1d, torch.nn.functional.conv_transpose2d)[axes - 1]
+    expected = function(x, w, b if bias else None, stride=2, output_padding=extra)
+    for axis in range(2, 2 + axes):
+        expected = expected.narrow(axis, pads[0], expected.shape[axis] - sum(pads))
+    found = translate(model(text))
+    values = {"x": x, "w": w, "b": b}
+    (y,) = found.module(*(values[name] for name in (*found.inputs, *found.parameters)))
+    torch.testing.assert_close(y, expected)
