@@ -55,3 +55,8 @@ def test_the_hooks_are_what_tox_runs() -> None:
     tox = (ROOT / "tox.ini").read_text()
     for command in re.findall(r"^ +entry: (.*)$", hooks, re.MULTILINE):
         assert command.removesuffix(" --fix") in tox
+
+
+def test_the_readme_reads_whole_on_a_package_index() -> None:
+    """Where relative links lead nowhere."""
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8")) == []
