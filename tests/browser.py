@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -30,6 +29,8 @@ def find_chromium() -> str | None:
 @contextlib.contextmanager
 def browser(profile: Path, *switches: str) -> Iterator[Page]:
     """A page in a browser of its own, which ends with the block."""
+    import fcntl  # where chromium is looked for, not on Windows
+
     inward, outward = os.pipe(), os.pipe()
     theirs = [fcntl.fcntl(inward[0], fcntl.F_DUPFD, 20), fcntl.fcntl(outward[1], fcntl.F_DUPFD, 20)]
     os.close(inward[0])

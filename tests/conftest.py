@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from torch_ort_ckpt.storage.system import is_windows
+
 from .browser import find_chromium
 
 # A test says what is right, not how fast this machine is. CI runs the same examples each time; at a desk they vary.
@@ -34,6 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "ort": None if trains() else "needs onnxruntime-training",
         "ort_any": None if importlib.util.find_spec("onnxruntime") else "needs onnxruntime",
+        "posix": "needs what Windows does not have" if is_windows() else None,
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "huggingface": None if _found("transformers") and _found("accelerate") else "needs transformers and accelerate",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import pickle
 import pydoc
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from tests import user_program
 from tests.truth import DATA
 
 
@@ -171,3 +174,27 @@ def test_classes_pickle() -> None:
     state = toc.CheckpointState(trainable={"w": torch.ones(2)})
     assert pickle.loads(pickle.dumps(state)) == state
     assert all(pickle.loads(pickle.dumps(getattr(toc, name))) is getattr(toc, name) for name in toc.__all__)
+
+
+def test_a_program_that_type_checks_runs(tmp_path: Path) -> None:
+    assert user_program.round_trip(tmp_path).equal
+    assert user_program.specification().kind == "AdamW"
+    assert [entry.step for entry in user_program.managed(tmp_path / "run", torch.nn.Linear(2, 2))] == [1]
+
+
+def test_every_public_method_has_a_docstring() -> None:
+    for name in toc.__all__:
+        public = getattr(toc, name)
+        assert public.__doc__, name
+        for key, value in vars(public).items() if inspect.isclass(public) else ():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if not key.startswith("_") and callable(function):
+                assert inspect.getdoc(function), f"{name}.{key}"
+
+
+def test_dir_shows_every_public_name() -> None:
+    assert set(toc.__all__) <= set(dir(toc))
+
+
+def test_a_library_leaves_logging_to_the_application() -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("torch_ort_ckpt").handlers)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import configparser
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 from packaging.requirements import Requirement
 
 from torch_ort_ckpt.cli import doctor
@@ -53,13 +53,13 @@ def test_the_extra_brings_one_build_everywhere(python: str, system: str, machine
 
 
 def test_the_doctor_advises_the_extra() -> None:
-    assert doctor.ort_engine(None).fix == "pip install 'torch-ort-ckpt[ort]'"
+    assert doctor.ort_engine(None).fix == 'pip install "torch-ort-ckpt[ort]"'
 
 
 @pytest.mark.parametrize(("python", "extra"), [((3, 11), "cuda"), ((3, 12), "cuda12")])
 def test_the_doctor_advises_the_cuda_build_that_there_is(python: tuple[int, int], extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.sys, "version_info", (*python, 1, "final", 0))
-    assert str(doctor.ort_cuda({}, device=True).fix).endswith(f"pip install 'torch-ort-ckpt[{extra}]'")
+    assert str(doctor.ort_cuda({}, device=True).fix).endswith(f'pip install "torch-ort-ckpt[{extra}]"')
 
 
 @pytest.mark.parametrize(("name", "tested"), [("py311", True), ("py312", True), ("py313", False), ("noort", False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import re
 from pathlib import Path
@@ -25,8 +26,8 @@ def test_an_installed_package_is_this_version() -> None:
 
 
 def test_pytorch_is_one_whose_weights_only_holds() -> None:
-    """Before 2.6 `torch.load(weights_only=True)` can be made to run code (CVE-2025-32434)."""
-    assert re.search(r'^    "torch>=(.*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1] == "2.6"
+    """Before 2.6 `torch.load(weights_only=True)` can be made to run code (CVE-2025-32434); 2.13 is the oldest that was run."""
+    assert re.search(r'^    "torch>=(.*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1] == "2.13"
 
 
 def test_the_package_has_its_data() -> None:
@@ -36,7 +37,16 @@ def test_the_package_has_its_data() -> None:
 
 def test_the_workflow_runs_the_same_script() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert re.findall(r"^ +- run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    commands = re.findall(r"^ +- run: (.*)$", workflow, re.MULTILINE)
+    assert commands[0] == ".ci/run"
+    matrix = re.search(r"environment: \[(.*)\]", workflow)
+    assert matrix is not None
+    for command in commands[1:]:
+        if command != "python -m pip install tox":
+            names = command.removeprefix("python -m tox -e ").replace("${{ matrix.environment }}", matrix[1])
+            assert {f"testenv:{name.strip()}" for name in names.split(",")} <= {*tox}
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
@@ -45,3 +55,8 @@ def test_the_hooks_are_what_tox_runs() -> None:
     tox = (ROOT / "tox.ini").read_text()
     for command in re.findall(r"^ +entry: (.*)$", hooks, re.MULTILINE):
         assert command.removesuffix(" --fix") in tox
+
+
+def test_the_readme_reads_whole_on_a_package_index() -> None:
+    """Where relative links lead nowhere."""
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8")) == []

@@ -16,6 +16,7 @@ torch_ort_ckpt.lightning has OrtCheckpointIO and OrtCheckpoint. The command line
 Importing the package imports neither torch nor onnx: public names are imported when first used.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and the documentation
     from .training.schedule import LearningRate, optimal_checkpoint_period
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application decides what is shown
 
 _LAZY = {
     "Artifacts": ".graphs.artifacts",

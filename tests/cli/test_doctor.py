@@ -164,7 +164,7 @@ def test_the_terminal_shows_a_table_and_the_missing_pieces(capsys: pytest.Captur
     assert "safetensors" in out
     assert "reads and writes" in out
     if importlib.util.find_spec("lightning") is None:
-        assert "pip install 'torch-ort-ckpt[lightning]'" in out
+        assert 'pip install "torch-ort-ckpt[lightning]"' in out
 
 
 def test_errors_of_a_missing_engine_point_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def test_any_other_loader_reads_the_weights(name: str, tmp_path: Path) -> None:
     assert toc.CheckpointState(found) == toc.CheckpointState(expected)
 
 
+@pytest.mark.posix
 def test_the_optimizer_is_a_file_of_its_own(tmp_path: Path) -> None:
     toc.save(adamw(), tmp_path / "run.safetensors", format="safetensors")
     assert sorted(place.name for place in tmp_path.iterdir()) == ["run.optimizer.safetensors", "run.safetensors"]
@@ -66,6 +67,7 @@ def test_tied_weights_follow_the_usual_convention_both_ways(tmp_path: Path) -> N
     assert state.trainable["a.weight"] is state.trainable["b.weight"]
 
 
+@pytest.mark.posix
 def test_shards_have_an_index_others_understand(tmp_path: Path) -> None:
     state = adamw()
     toc.save(state, tmp_path, format="safetensors", max_shard_size=400)

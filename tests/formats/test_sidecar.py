@@ -55,6 +55,7 @@ def test_a_tensor_beyond_the_end_is_named(tmp_path: Path) -> None:
     assert error.field == "module_state.requires_grad_params[1] (x)"
 
 
+@pytest.mark.posix
 def test_not_a_file(pair: Path) -> None:
     os.unlink(f"{pair}.data")
     os.mkdir(f"{pair}.data")

@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import time
@@ -357,6 +356,9 @@ def deadline() -> Iterator[None]:
     def expired(*_: object) -> None:
         raise TimeoutError(f"still busy after {DEADLINE} s")
 
+    if not hasattr(signal, "setitimer"):  # Windows
+        yield
+        return
     before = signal.signal(signal.SIGPROF, expired)
     signal.setitimer(signal.ITIMER_PROF, DEADLINE)
     try:
@@ -369,6 +371,11 @@ def deadline() -> Iterator[None]:
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
     """The process can't grow by more than `HEADROOM`: a huge allocation fails (in torch too), whether touched or not."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        yield
+        return
     before = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + HEADROOM, before[1]))

@@ -19,7 +19,7 @@ from tests.writers import run
 from torch_ort_ckpt.storage.deferred import DeferredErrors
 from torch_ort_ckpt.storage.files import atomic_write
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_ort_ckpt.CheckpointWarning")
+pytestmark = [pytest.mark.posix, pytest.mark.filterwarnings("ignore::torch_ort_ckpt.CheckpointWarning")]
 CASES = [*((variant, False) for variant in VARIANTS), *((variant, True) for variant in TEXTS)]
 IDS = [f"{variant}{'-texts' if texts else ''}" for variant, texts in CASES]
 needs_mount = pytest.mark.skipif(not CAN_MOUNT, reason="may not mount a file system")

@@ -19,7 +19,7 @@ from tests import disks
 from tests.training.setups import ADAMW, plain
 from torch_ort_ckpt.storage.ownership import MARKER
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at open files through Linux's /proc")
+pytestmark = [pytest.mark.posix, pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at open files through Linux's /proc")]
 
 
 class Medium:

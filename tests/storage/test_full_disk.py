@@ -16,6 +16,8 @@ import torch
 import torch_ort_ckpt as toc
 from tests.writers import run, save_on_small_disk, save_or_say_why, save_with_size_limit, save_without_rights
 
+pytestmark = pytest.mark.posix
+
 UNSHARE = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
 CAN_MOUNT = shutil.which("unshare") is not None and not subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]).returncode
 TO = pytest.mark.parametrize("external", [False, True], ids=["to single", "to pair"])

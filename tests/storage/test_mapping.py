@@ -16,6 +16,8 @@ import torch_ort_ckpt as toc
 from tests.formats.hostile import checkpoint, module, official, tensor
 from tests.truth import Truth, raw
 
+pytestmark = pytest.mark.posix  # on Windows files are read, not mapped
+
 MIB = 1 << 20
 
 

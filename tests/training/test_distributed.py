@@ -15,7 +15,7 @@ import torch_ort_ckpt as toc
 from tests.training.setups import assert_equal, files_of
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="gloo over fork")
+pytestmark = pytest.mark.posix
 
 
 def launch(*runs: tuple[Any, ...]) -> list[dict[str, Any]]:

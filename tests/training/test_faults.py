@@ -24,7 +24,7 @@ LOCKS = ("flock", "refused", "none")
 CAN_MOUNT = shutil.which("unshare") is not None and not subprocess.run(
     ["unshare", "-m" if os.name == "posix" and os.geteuid() == 0 else "-rm", "mount", "-t", "tmpfs", "tmpfs", "/tmp"], check=False
 ).returncode  # fmt: skip
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs signals and file modes")
+pytestmark = pytest.mark.posix
 
 
 def scenario(name: str, directory: Path, *more: object) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class NameMap:
 
     @classmethod
     def identity(cls) -> NameMap:
+        """Every name is the same on both sides."""
         return cls()
 
     @classmethod
@@ -66,6 +67,7 @@ class NameMap:
 
     @property
     def complete(self) -> bool:
+        """Whether every name on both sides has its counterpart."""
         return not self.unmatched_ort and not self.unmatched_torch
 
     def to_torch(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
@@ -90,6 +92,7 @@ class NameMap:
         return result
 
     def ort_name(self, name: str) -> str:
+        """The name in ONNX Runtime of a parameter of PyTorch."""
         return self.entries[name].ort if name in self.entries else name
 
     def report(self) -> str:

@@ -187,13 +187,16 @@ class PartitionPlan:
 
     @property
     def zero(self) -> int:
+        """ZeRO's stage: 0 for none, 1 where the optimizer's state is divided."""
         return self.zero_stage if self.zero_stage is not None else int(self.data_parallel_size > 1)
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return max(len(self.stages), 1) * self.data_parallel_size * self.horizontal_parallel_size
 
     def axis(self, name: str) -> int:
+        """ORT's number for how this weight is cut: -1 not at all, 0 by columns, 1 by rows."""
         if self.horizontal_parallel_size == 1:
             return WHOLE
         return COLUMN if name in self.columns else ROW if name in self.rows else WHOLE

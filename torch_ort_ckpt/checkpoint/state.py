@@ -63,7 +63,7 @@ class OptimizerGroup:
 class OptimizerSpec:
     """The optimizer a graph runs, with PyTorch's names for its hyper-parameters."""
 
-    kind: str
+    kind: str = "AdamW"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0

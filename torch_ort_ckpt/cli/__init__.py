@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointWarning
@@ -14,6 +17,11 @@ from .parser import build_parser
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    with _any_encoding():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with warnings.catch_warnings():
@@ -40,3 +48,17 @@ def _print_warning(message: Any, *_: Any, **__: Any) -> None:
     from .output import print_warning  # imports rich, which most commands need and `completion` does not
 
     print_warning(message)
+
+
+@contextlib.contextmanager
+def _any_encoding() -> Iterator[None]:
+    """In this block, characters that the console or a redirection does not have (cp1252, cp437, cp932) are shown as escapes."""
+    streams = [(stream, stream.errors) for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    for stream, _ in streams:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        for stream, errors in streams:
+            with contextlib.suppress(ValueError, OSError):  # closed, or its reader is gone
+                stream.reconfigure(errors=errors)

@@ -63,7 +63,7 @@ def demo(folder: Path, overwrite: bool = False) -> list[Stage]:
     if importlib.util.find_spec("onnxruntime") is None or not installed().trains:
         raise MissingDependencyError(
             "the demo trains with ONNX Runtime's training API, which is not installed",
-            remedy="pip install 'torch-ort-ckpt[ort]' (Python 3.12 or older). `torch-ort-ckpt doctor` shows what works here.",
+            remedy='pip install "torch-ort-ckpt[ort]" (Python 3.12 or older). `torch-ort-ckpt doctor` shows what works here.',
         )
     story = _Story(folder, overwrite)
     return [

@@ -30,6 +30,7 @@ from ..checkpoint.state import CheckpointState, OptimizerGroup
 from ..engines.ort.build import OLDEST, version_number
 from ..errors import CheckpointError, MissingDependencyError
 from ..formats import load, module, save
+from ..storage.system import is_windows
 
 WORKS, ABSENT, PROBLEM = "works", "absent", "problem"
 
@@ -104,7 +105,7 @@ tell(version=onnxruntime.__version__, providers=onnxruntime.get_available_provid
 if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
     place = pathlib.Path(onnxruntime.__file__).parent / "capi"
     try:
-        for name in ("libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so"):
+        for name in sys.argv[1:]:
             ctypes.CDLL(str(place / name), ctypes.RTLD_GLOBAL)
         tell(cuda=None)
     except OSError as error:
@@ -121,7 +122,7 @@ def _try_onnxruntime() -> dict[str, Any] | None:
     """The facts from a fresh process that imported it and ran a graph of one node, `error` where it ended early; None if not installed."""
     if not _distributions():
         return None
-    command = [sys.executable, "-c", _TRY_ONNXRUNTIME]
+    command = [sys.executable, "-c", _TRY_ONNXRUNTIME, *provider_libraries()]
     try:
         done = subprocess.run(command, input=one_node().SerializeToString(), capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -134,6 +135,12 @@ def _try_onnxruntime() -> dict[str, Any] | None:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         facts["error"] = lines[-1] if lines else f"the process died with code {done.returncode}"
     return facts
+
+
+def provider_libraries() -> list[str]:
+    """The files of the CUDA provider."""
+    name = "onnxruntime_providers_{}.dll" if is_windows() else "libonnxruntime_providers_{}.so"
+    return [name.format(part) for part in ("shared", "cuda")]
 
 
 def ort_engine(facts: dict[str, Any] | None) -> Check:
@@ -260,7 +267,7 @@ def ort_cuda(facts: dict[str, Any], device: bool) -> Check:
             "the CUDA provider loads; `inspect` on artifacts names the nodes it runs on the CPU",
         )
     wanted = "CUDA 12 or 13 and cuDNN 9 for onnxruntime-gpu" if facts.get("trains") is False else _LAST_TRAINING
-    fix = f"install {wanted}, and add their folders to LD_LIBRARY_PATH"
+    fix = f"install {wanted}, and add their folders to {'PATH' if is_windows() else 'LD_LIBRARY_PATH'}"
     return Check("cuda", "onnxruntime", PROBLEM if device else ABSENT, f"the CUDA provider does not load: {facts['cuda']}", fix)
 
 
@@ -272,7 +279,8 @@ def _distributions() -> list[str]:
 
 
 def _pip(extra: str) -> str:
-    return f"pip install 'torch-ort-ckpt[{extra}]'"
+    """In double quotes, which every shell takes: cmd.exe passes single ones on."""
+    return f'pip install "torch-ort-ckpt[{extra}]"'
 
 
 def _python_has(last: tuple[int, int]) -> bool:

@@ -53,9 +53,8 @@ def print_warning(message: Any, *_: Any, **__: Any) -> None:
 
 
 def print_json(content: Any) -> None:
-    """For programs: plain, one document. NaN and infinity, which JSON lacks, become strings."""
-    text = json.dumps(_finite(content), indent=2, ensure_ascii=False)
-    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))  # JSON itself leaves 0x7f to 0x9f as they are
+    """For programs: plain, one document, in ASCII. NaN and infinity, which JSON lacks, become strings."""
+    print(json.dumps(_finite(content), indent=2).replace("\x7f", "\\u007f"))  # ASCII: it survives every console and redirection
 
 
 def _finite(content: Any) -> Any:

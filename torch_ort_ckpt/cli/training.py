@@ -176,7 +176,7 @@ def read_config(path: PathLike) -> dict[str, Any]:
             remedy="`torch-ort-ckpt resume` takes a run's folder, `train` a YAML or JSON file." if place.is_dir() else "Give YAML or JSON.",
         ) from error
     try:
-        content = json.loads(text) if place.suffix == ".json" else _yaml(text)
+        content = json.loads(text) if place.suffix.lower() == ".json" else _yaml(text)
     except ValueError as error:
         raise CheckpointError(f"malformed ({error})", path=path) from error
     if not isinstance(content, dict):

@@ -94,7 +94,8 @@ def load(
     """Read a checkpoint of any format. A list, a folder or a glob of rank files is read as one state (see `merge`).
 
     With `mmap=True` tensors alias the mapped file copy-on-write: nothing is read until touched, the file never changes, and a file that
-    is renamed or deleted stays readable. If another program overwrites the file *in place* (as ORT does), use `mmap=False`.
+    is renamed or deleted stays readable. On Windows, where a mapped file can't be replaced, it is read instead.
+    If another program overwrites the file *in place* (as ORT does), use `mmap=False`.
     `device` moves the tensors there. `only` keeps the parameters with these names or patterns (`["fc.weight", "encoder.*"]`), with their
     moments and aliases; the others are not read from a mapped file.
     `strict=True` turns a half-precision alias that disagrees with its master into an error. Other options belong to the format.
@@ -203,7 +204,7 @@ def format_for(path: PathLike) -> str:
     text = os.fspath(as_path(path)).rstrip("/\\")
     if "." not in os.path.basename(text):
         return "ort"
-    matching = [(len(suffix), name) for name in FORMATS for suffix in module(name).SUFFIXES if text.endswith(suffix)]
+    matching = [(len(suffix), name) for name in FORMATS for suffix in module(name).SUFFIXES if text.lower().endswith(suffix)]
     if matching:
         return max(matching)[1]
     if not Path(text).suffix:
@@ -246,10 +247,12 @@ def _found(path: PathLike, *, quiet: bool = False) -> Path:
     place = surviving(path, quiet=quiet)
     if (place / _INSIDE).is_file() and any((place / name).is_file() for name in _AROUND):
         return place / _INSIDE
-    single = os.fspath(place).removesuffix(_INDEX)
-    if os.path.lexists(place) or not single.endswith(".safetensors"):
+    text = os.fspath(place)
+    is_index = text.lower().endswith(_INDEX)
+    single = text[: -len(_INDEX)] if is_index else text
+    if os.path.lexists(place) or not single.lower().endswith(".safetensors"):
         return place
-    other = Path(single if place.name.endswith(_INDEX) else f"{single}{_INDEX}")
+    other = Path(single if is_index else f"{single}{_INDEX}")
     return other if os.path.lexists(other) else place
 
 

@@ -218,6 +218,7 @@ class Artifacts:
 
     @property
     def loss(self) -> str:
+        """The name of the loss, the first output of the training graph."""
         return self.outputs[0].name
 
     @cached_property
@@ -373,7 +374,7 @@ def _find_prefix(folder: Path, files: Iterable[str]) -> str:
 
 
 def _parse(path: Path | None) -> onnx.ModelProto | None:
-    return load_model(path, weights=True) if path is not None and path.suffix == ".onnx" else None
+    return load_model(path, weights=True) if path is not None and path.suffix.lower() == ".onnx" else None
 
 
 def _specs(path: Path | None, model: onnx.ModelProto | None, side: str) -> list[TensorSpec]:

@@ -49,7 +49,7 @@ def classes(package: str) -> tuple[type, type]:
         pl: Any = importlib.import_module(PACKAGES[package])
         plugins: Any = importlib.import_module(f"{PACKAGES[package]}.plugins.io")
     except ImportError as error:
-        raise MissingDependencyError(f"{package} is not installed", remedy="pip install 'torch-ort-ckpt[lightning]'") from error
+        raise MissingDependencyError(f"{package} is not installed", remedy='pip install "torch-ort-ckpt[lightning]"') from error
     _teach_load_from_checkpoint(importlib.import_module(f"{PACKAGES[package]}.core.saving"))
     return _checkpoint_io(plugins), _callback(pl)
 
@@ -281,4 +281,4 @@ def _package() -> str:
     installed = [package for package in PACKAGES if importlib.util.find_spec(package)]
     for package in (*imported, *installed):
         return package
-    raise MissingDependencyError("neither lightning nor pytorch_lightning is installed", remedy="pip install 'torch-ort-ckpt[lightning]'")
+    raise MissingDependencyError("neither lightning nor pytorch_lightning is installed", remedy='pip install "torch-ort-ckpt[lightning]"')

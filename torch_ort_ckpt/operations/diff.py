@@ -78,6 +78,7 @@ class DiffReport:
         return html_table(caption, ("name", "what", "elements", "max |a-b|", "relative"), rows)
 
     def to_json(self) -> dict[str, Any]:
+        """The report as plain data, as `diff --json` prints it."""
         return {"equal": self.equal, "compared": self.compared, "differences": [dataclasses.asdict(item) for item in self.differences]}
 
 

@@ -178,10 +178,12 @@ class OrtModule(TrainingGraph):
 
     @property
     def device(self) -> torch.device:
+        """Where the parameters are and the graph runs."""
         return self._options.device
 
     @property
     def options(self) -> EngineOptions:
+        """What the engine was made with: device, threads and the like."""
         return self._options
 
     @property

@@ -44,6 +44,7 @@ class TrainingSession:
         return self.model.train_step(*args, **kwargs)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the evaluation graph; returns its outputs."""
         with torch.no_grad():
             return self.model.eval()(*args, **kwargs)
 
@@ -65,10 +66,12 @@ class TrainingSession:
         self.model.lazy_reset_grad()
 
     def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the steps to come."""
         for group in self._optimizer().param_groups:
             group["lr"] = float(lr)
 
     def get_learning_rate(self) -> float:
+        """The learning rate of the next step."""
         return float(self._optimizer().param_groups[0]["lr"])
 
     def register_scheduler(self, factory: Callable[[OrtOptimizer], Any]) -> Any:
@@ -77,6 +80,7 @@ class TrainingSession:
         return self.scheduler
 
     def scheduler_step(self) -> None:
+        """Advance the registered scheduler by one step."""
         if self.scheduler is None:
             raise CheckpointError("no scheduler registered", remedy="Call register_scheduler(lambda optimizer: ...) first.")
         self.scheduler.step()
@@ -87,6 +91,7 @@ class TrainingSession:
         return self.optimizer.checkpoint_step if self.optimizer is not None else 0
 
     def get_state_tensors(self, include_mixed_precision: bool = True) -> dict[str, torch.Tensor]:
+        """The parameters by name."""
         self.model._table.require_values()
         return self._state_tensors(include_mixed_precision)
 
@@ -178,9 +183,11 @@ class TrainingSession:
         self.model._table.fill(self._buffer_names(trainable_only))
 
     def checkpoint(self, properties: Mapping[str, int | float | str] | None = None) -> CheckpointState:
+        """The state as it is now, to be saved."""
         return self.model.checkpoint(self.optimizer, scheduler=self.scheduler, properties=properties)
 
     def load_checkpoint(self, state: CheckpointState | PathLike, *, strict: bool = True) -> None:
+        """Go on from a state: parameters, moments, learning rate."""
         self.model.load_checkpoint(state, self.optimizer, scheduler=self.scheduler, strict=strict)
 
     def _optimizer(self) -> OrtOptimizer:

@@ -14,15 +14,18 @@ import torch
 
 from ..errors import CheckpointError, CorruptFileError, MissingFileError
 from .paths import PathLike
+from .system import is_windows
 
 
 class FileBuffer:
     """One file's bytes, mapped copy-on-write (`mmap=True`) or read at once.
 
     A mapped file is read on first access, writes to a tensor never reach the file, and the mapping survives a rename or delete.
+    Windows would refuse to replace or delete it as long as it is mapped, so there the file is read instead, unless the buffer is only
+    looked into and not `kept`.
     """
 
-    def __init__(self, path: PathLike, *, mmap: bool = True) -> None:
+    def __init__(self, path: PathLike, *, mmap: bool = True, kept: bool = True) -> None:
         self.path = os.fspath(path)
         if sys.byteorder != "little":
             raise CheckpointError("checkpoints are little-endian and this machine is not", path=self.path)
@@ -31,11 +34,14 @@ class FileBuffer:
             self.size = self.origin.st_size
             self._map: _mmap.mmap | None = None
             self.data: Any = bytearray()
-            if mmap and self.size:
-                with contextlib.suppress(OSError, ValueError):  # some network file systems don't support mmap: read instead
+            refused: Exception | None = None
+            if mmap and self.size and not (kept and is_windows()):
+                try:
                     self._map = self.data = _mmap.mmap(file.fileno(), self.size, access=_mmap.ACCESS_COPY)
+                except (OSError, ValueError) as error:  # some network file systems don't support mmap: read instead
+                    refused = error
             if self._map is None:
-                self.data = _read_all(file, self.size, self.path)
+                self.data = _read_all(file, self.size, self.path, mapped=mmap, refused=refused)
                 self.size = len(self.data)
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], count: int) -> torch.Tensor:
@@ -68,7 +74,7 @@ def read_range(path: str, offset: int, size: int, origin: os.stat_result) -> byt
         if not _same_file(os.fstat(file.fileno()), origin):
             raise CheckpointError("changed while it was being read", path=path, remedy="Run it again when nothing writes to the file.")
         file.seek(offset)
-        return _read_all(file, size, path)
+        return _read_all(file, size, path, mapped=True, refused=None)
 
 
 def open_file(path: str) -> BinaryIO:
@@ -77,8 +83,12 @@ def open_file(path: str) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
+        raise _not_regular(path)
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _not_regular(path: Any) -> CheckpointError:
+    return CheckpointError("not a regular file", path=path, remedy="Copy its content to a file first.")
 
 
 @contextlib.contextmanager
@@ -89,6 +99,8 @@ def opening(path: Any, what: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(f"no such {what}", path=path) from error
     except (OSError, ValueError) as error:
+        if what == "file" and isinstance(error, PermissionError) and os.path.isdir(path):  # Windows opens no folders
+            raise _not_regular(path) from error
         raise CheckpointError(
             f"can't be opened ({getattr(error, 'strerror', None) or error})", path=path, remedy="Check the path and its permissions."
         ) from error
@@ -113,11 +125,15 @@ def _same_file(a: os.stat_result, b: os.stat_result) -> bool:
     return all(getattr(a, key) == getattr(b, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
 
 
-def _read_all(file: BinaryIO, size: int, path: str) -> bytearray:
+def _read_all(file: BinaryIO, size: int, path: str, *, mapped: bool, refused: Exception | None) -> bytearray:
     try:
         data = bytearray(size)
     except MemoryError as error:
-        raise CheckpointError(f"{size} bytes do not fit in memory", path=path, remedy="Load it with mmap=True.") from error
+        why = f", and it can't be mapped ({getattr(refused, 'strerror', None) or refused})" if refused is not None else ""
+        remedy = "Close other programs, or enlarge the swap space or paging file (with ulimit -v: the limit)."
+        if not mapped and not is_windows():
+            remedy = "Load it with mmap=True."
+        raise CheckpointError(f"{size} bytes do not fit in memory{why}", path=path, remedy=remedy) from error
     view, done = memoryview(data), 0
     try:
         while done < size:

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError, CheckpointWarning, MissingFileError, printable
-from .locks import Lock, lock
+from .locks import Lock, directory_lock, lock
 from .paths import PathLike, as_path
 from .read_back import PIECE, active_reader
+from .system import is_windows, patiently, sync
 from .tensors import byte_view
 
 Progress = Callable[[int], None]
@@ -148,8 +149,10 @@ class PendingFile:
         self.target = Path(os.path.realpath(as_path(path)))  # follow symbolic links, as an in-place write would
         self.committed = False
         self._mark: int | None = None
+        if is_windows() and _is_read_only(self.target):  # it can't be replaced there: say so before gigabytes are written
+            raise PermissionError(errno.EACCES, "the file is read-only")
         while self._mark is None:
-            self.temporary = self.target.with_name(f".{self.target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            self.temporary = self.target.with_name(f".{self.target.name}.{secrets.token_hex(4)}.tmp")
             self.file = create_file(self.temporary)
             self._mark = self._marked()
         with contextlib.suppress(OSError):  # keep the mode of the replaced file
@@ -167,11 +170,15 @@ class PendingFile:
 
     def finish(self, durable: bool) -> None:
         if durable:
-            os.fsync(self.file.fileno())
-        self.file.close()
+            sync(self.file.fileno())
+        if not is_windows():  # there the lock ends with the file, which stays open until the rename
+            self.file.close()
 
     def commit(self, durable: bool, target: Path | None = None) -> None:
-        os.replace(self.temporary, target or self.target)
+        # Windows renames no open file. Without its lock the temporary looks abandoned, but only who locks the folder may delete it.
+        with directory_lock(self.target.parent) if is_windows() else contextlib.nullcontext():
+            self.file.close()
+            patiently(os.replace, self.temporary, target or self.target)
         self.committed = True
         if durable:
             fsync_directory(self.target.parent)
@@ -182,7 +189,10 @@ class PendingFile:
             self.file.close()
         if not self.committed:
             with contextlib.suppress(OSError):
-                os.unlink(self.temporary)
+                patiently(os.unlink, self.temporary)
+        self._release()
+
+    def _release(self) -> None:
         if self._mark is not None and self._mark >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._mark)
@@ -193,9 +203,9 @@ class PendingFile:
 
 
 def _mark_as_alive(descriptor: int) -> int | None:
-    """Lock a temporary while its writer is alive. Returns a descriptor to close at the end (-1 without lock support), or None if
+    """Lock a temporary while its writer is alive. Returns a descriptor to close at the end (-1 if there is none), or None if
     another writer removed the file as abandoned before it was locked."""
-    if lock(descriptor, wait=True) is not Lock.HELD:
+    if lock(descriptor, wait=True) is not Lock.HELD or is_windows():
         return -1
     if os.fstat(descriptor).st_nlink:
         return os.dup(descriptor)  # shares the lock, and keeps it when the file is closed before the rename
@@ -208,15 +218,33 @@ def remove_abandoned(target: Path) -> None:
         names = os.listdir(target.parent)
     except OSError:
         return
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+-[0-9a-f]{{8}}\.tmp")
-    for name in filter(pattern.fullmatch, names):
-        with contextlib.suppress(OSError):  # already deleted
-            descriptor = os.open(target.parent / name, os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if lock(descriptor, wait=False) is Lock.HELD:
-                    os.unlink(target.parent / name)
-            finally:
-                os.close(descriptor)
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(?:\d+-)?[0-9a-f]{{8}}\.tmp")  # the first releases added the process's number
+    found = [*filter(pattern.fullmatch, names)]
+    if not found:
+        return
+    with directory_lock(target.parent) if is_windows() else contextlib.nullcontext():
+        for name in found:
+            with contextlib.suppress(OSError):  # already deleted
+                _remove_if_abandoned(target.parent / name)
+
+
+def _remove_if_abandoned(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        abandoned = lock(descriptor, wait=False) is Lock.HELD
+        if abandoned and not is_windows():
+            os.unlink(place)
+    finally:
+        os.close(descriptor)
+    if abandoned and is_windows():  # which deletes no open file
+        os.unlink(place)
+
+
+def _is_read_only(place: Path) -> bool:
+    try:
+        return not place.stat().st_mode & stat.S_IWUSR
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -259,11 +287,16 @@ def discarding(begin: Callable[[], P], path: PathLike) -> Iterator[P]:
 def save_error(error: OSError, path: PathLike) -> CheckpointError:
     missing = isinstance(error, FileNotFoundError)
     kind = MissingFileError if missing else CheckpointError
-    return kind(
-        f"can't be written ({error.strerror or error}); what was there before is untouched",
-        path=path,
-        remedy="Create the folder first." if missing else None,
-    )
+    remedy = "Create the folder first." if missing else None
+    if is_windows() and len(os.path.abspath(path)) > _LONGEST_PATH:
+        remedy = "Choose a shorter path: Windows allows 260 characters unless long paths are enabled."
+    elif is_windows() and isinstance(error, PermissionError):
+        remedy = "Close what has it open: Windows replaces no file that is open or mapped, and none that is read-only."
+    return kind(f"can't be written ({error.strerror or error}); what was there before is untouched", path=path, remedy=remedy)
+
+
+_LONGEST_PATH = 260 - 1 - len("..0123abcd.tmp")
+"""What a temporary beside it leaves of the 260 characters."""
 
 
 def unsynced_error(error: OSError, path: PathLike) -> CheckpointError:
@@ -272,14 +305,14 @@ def unsynced_error(error: OSError, path: PathLike) -> CheckpointError:
 
 def fsync_directory(folder: Path) -> None:
     """Make a rename in `folder` durable. Windows has no such call and needs none."""
-    if os.name == "nt":
+    if is_windows():
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # a folder without read permission can't be synced
         return
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         with contextlib.suppress(OSError):
             os.close(descriptor)

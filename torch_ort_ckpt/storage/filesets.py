@@ -21,6 +21,7 @@ from .files import PendingFile, fsync_directory, remove_abandoned, save_error, u
 from .hashing import Hasher, file_hash
 from .locks import directory_lock
 from .paths import PathLike
+from .system import patiently
 
 IDENTITY_LENGTH = 32
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def commit(
                 pending.commit(durable, place)
             main.commit(durable)
             if hidden_by is not None and hidden:
-                os.unlink(hidden_by)
+                patiently(os.unlink, hidden_by)
                 hidden = False
         except OSError as error:
             if not main.committed or hidden:
@@ -85,7 +86,7 @@ def commit(
             problem = error
         try:
             for pending, place in zip(others, places, strict=True):
-                os.replace(place, pending.target)
+                patiently(os.replace, place, pending.target)
         except OSError as error:
             raise CheckpointError(
                 f"the new checkpoint is complete, but not all of its files could be given their names ({error.strerror or error})",
@@ -94,7 +95,7 @@ def commit(
             ) from error
         for place in obsolete:
             try:
-                os.unlink(place)
+                patiently(os.unlink, place)
             except OSError as error:
                 if os.path.lexists(place):
                     warn(f"{place}: belongs to the checkpoint that was replaced, and can't be removed ({error.strerror})")
@@ -184,9 +185,9 @@ def repair(target: Path, identity: str | None, identity_at: Callable[[Path], str
         return False
     try:
         if in_place:
-            os.unlink(place)
+            patiently(os.unlink, place)
         else:
-            os.replace(place, target)
+            patiently(os.replace, place, target)
         fsync_directory(target.parent)
     except OSError as error:
         raise save_error(error, target) from error

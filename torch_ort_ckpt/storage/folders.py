@@ -22,9 +22,10 @@ from typing import BinaryIO
 
 from ..errors import CheckpointError
 from .files import create_file, discarding, fsync_directory, save_error, unsynced_error, warn
-from .locks import directory_lock
+from .locks import LOCK_FILE, directory_lock
 from .ownership import IDENTITY, MARKER, MarkedFolder, delete_abandoned, delete_folder, identity_of
-from .paths import PathLike, as_path
+from .paths import PathLike, as_path, refuse_unportable
+from .system import is_windows, patiently, sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class PendingFolder:
         self.target, self._rules = target, rules
         self.committed = self.in_place = False
         self._open: list[BinaryIO] = []
+        self._names: list[str] = []
         if os.path.lexists(target):
             rules.check(target)  # before gigabytes are written
         self._folder = MarkedFolder(target, rules.suffix)
@@ -55,14 +57,16 @@ class PendingFolder:
 
     def open(self, name: str) -> BinaryIO:
         """A new file in the folder, for `finish` to sync and close."""
+        refuse_unportable([*self._names, name], self.target)
         file = create_file(self.path / name)
+        self._names.append(name)
         self._open.append(file)
         return file
 
     def finish(self, durable: bool) -> None:
         for file in self._open:
             if durable:
-                os.fsync(file.fileno())
+                sync(file.fileno())
             file.close()
         if durable:
             fsync_directory(self.path)
@@ -71,6 +75,8 @@ class PendingFolder:
         """Rename the folder to its final name. An existing one is moved away first, and deleted at the end."""
         parent = self.target.parent
         with directory_lock(parent):
+            if is_windows():
+                self._folder.close()
             replaced = None if self._was_promoted() else self._replace(durable)
             self.committed = self.in_place = True
             if durable:
@@ -83,12 +89,12 @@ class PendingFolder:
             self._rules.check(self.target)
             _remove_replaced(self.target)  # ours, as the marker shows that is deleted next
             aside = _sibling(self.target, self._folder.identity, "old")
-            os.rename(self.target, aside)
+            patiently(os.rename, self.target, aside)
             self.committed = True
         try:
             if durable and aside is not None:
                 fsync_directory(self.target.parent)
-            os.rename(self.path, self.target)
+            patiently(os.rename, self.path, self.target)
         except OSError:
             if aside is not None:
                 os.rename(aside, self.target)
@@ -105,6 +111,9 @@ class PendingFolder:
         for file in self._open:
             with contextlib.suppress(OSError):
                 file.close()
+        with contextlib.suppress(OSError):
+            if is_windows():
+                self._folder.close()
         if not self.committed:  # between the two renames only the new folder exists
             delete_folder(self.path)
         with contextlib.suppress(OSError):
@@ -156,7 +165,7 @@ def repair(path: PathLike) -> bool:
         if os.path.lexists(target) or (found := _interrupted(target)) is None:
             return False
         try:
-            os.rename(found, target)
+            patiently(os.rename, found, target)
             fsync_directory(target.parent)
         except OSError as error:
             raise save_error(error, path) from error
@@ -193,7 +202,7 @@ def _remove_leftovers(target: Path, _: Path | None = None) -> None:
     """Leftovers of saves next to a folder in place: the folder it replaced, new ones without a living writer, and its own marker."""
     _remove_replaced(target)
     if identity_of(target, target.name) is not None:
-        os.unlink(target / MARKER)
+        patiently(os.unlink, target / MARKER)
     for fresh in _siblings(target, "new"):
         delete_abandoned(fresh, target.name, partner=_partner(fresh, "old"))
 
@@ -220,4 +229,4 @@ def _check_replaceable(target: Path, owns: Callable[[str], bool]) -> None:
 
 
 def _is_our_marker(target: Path, name: str) -> bool:
-    return name == MARKER and identity_of(target, target.name) is not None
+    return name == LOCK_FILE or (name == MARKER and identity_of(target, target.name) is not None)

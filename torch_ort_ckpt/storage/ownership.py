@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .files import create_file
-from .locks import Lock, lock
+from .locks import Lock, directory_lock, lock
+from .system import is_windows
 
 MARKER = ".torch-ort-ckpt"
 _HEAD = "Made by torch-ort-ckpt, which deletes this folder when it is no longer needed."
 _LONGEST = 4096
-IDENTITY = r"\d+-[0-9a-f]{8}"
-"""The id in the names of temporary folders: the writer's process id and a random number."""
+IDENTITY = r"(?:\d+-)?[0-9a-f]{8}"
+"""The id in the names of temporary folders: a random number (in the first releases, after the writer's process id)."""
 
 
 class Writer(Enum):
@@ -57,14 +58,15 @@ class MarkedFolder:
             return
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock. Windows renames no folder that contains an open file: there it is released before the rename, under the lock
+        of the folder around it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
 
 def new_identity() -> str:
-    return f"{os.getpid()}-{secrets.token_hex(4)}"
+    return secrets.token_hex(4)
 
 
 def write_marker(folder: Path, name: str, identity: str) -> BinaryIO | None:
@@ -78,7 +80,7 @@ def write_marker(folder: Path, name: str, identity: str) -> BinaryIO | None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         held = locked
     finally:
-        if not held:  # Windows can't rename a folder that contains an open file
+        if not held:
             file.close()
     return file if held else None
 
@@ -93,14 +95,15 @@ def identity_of(folder: Path, name: str | None = None) -> str | None:
 
 @contextlib.contextmanager
 def writer_of(folder: Path) -> Iterator[Writer]:
-    """Whether the writer of a marked folder is alive. If it is not, the lock is held during this block."""
+    """Whether the writer of a marked folder is alive. If it is not, the lock is held during this block (but on Windows, where no folder
+    can be renamed or deleted that contains an open file)."""
     try:
         descriptor = os.open(folder / MARKER, os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
         yield Writer.UNKNOWN
         return
     state = _WRITERS[lock(descriptor, wait=False)]
-    if state is not Writer.GONE:  # always unknown on Windows, which can't rename a folder that contains an open file
+    if state is not Writer.GONE or is_windows():
         os.close(descriptor)
         yield state
         return
@@ -117,7 +120,7 @@ def delete_abandoned(folder: Path, name: str, partner: Path | None = None) -> No
     """
     if delete_if_empty(folder):
         return
-    with writer_of(folder) as writer:
+    with directory_lock(folder.parent) if is_windows() else contextlib.nullcontext(), writer_of(folder) as writer:
         if writer is not Writer.GONE:
             return
         if identity_of(folder, name) is not None:
@@ -171,7 +174,9 @@ def _read(folder: Path) -> str:
     try:
         if not _is_folder(folder):
             return ""
-        descriptor = os.open(folder / MARKER, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = os.open(
+            folder / MARKER, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+        )
     except OSError:
         return ""
     try:

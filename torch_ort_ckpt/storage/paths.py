@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,6 +50,28 @@ def as_path(path: Any) -> Path:
         raise CheckpointError("a path with a zero character in it", path=text, remedy="Check where the path comes from.")
     refuse_url(path)
     return Path(text)
+
+
+_NOT_IN_NAMES = re.compile(r'[<>:"/\\|?*\x00-\x1f]')
+_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³])(\..*)?", re.IGNORECASE)
+
+
+def refuse_unportable(names: Iterable[str], path: PathLike) -> None:
+    """Raise for file names that Windows does not have, and for two that differ only in case, which are one file on Windows and macOS: what
+    is written on Linux must open there."""
+    seen: dict[str, str] = {}
+    for name in names:
+        reason = None
+        if found := _NOT_IN_NAMES.search(name):
+            reason = f"has {found[0]!r} in it"
+        elif name.endswith((".", " ")):
+            reason = "ends in a dot or space"
+        elif _RESERVED.fullmatch(name):
+            reason = "is reserved on Windows"
+        elif (other := seen.setdefault(name.casefold(), name)) != name:
+            reason = f"is {other!r} where case is ignored (Windows, macOS)"
+        if reason is not None:
+            raise UnsupportedError(f"can't be a file name on every system: {reason}", path=path, field=repr(name), remedy="Rename it.")
 
 
 def refuse_existing(path: PathLike, overwrite: bool, field: str | None = None) -> None:

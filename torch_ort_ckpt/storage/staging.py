@@ -20,6 +20,7 @@ from .files import create_file, discarding, fsync_directory, save_error, warn
 from .locks import directory_lock
 from .ownership import IDENTITY, MarkedFolder, delete_abandoned, delete_folder, identity_of
 from .paths import PathLike
+from .system import is_windows, patiently, sync
 
 _CONTENTS = "set.json"
 """In a committed folder: the files of the set, and the files that it replaces."""
@@ -48,7 +49,9 @@ class PendingSet:
             self._check()
             _write_contents(self.path, files, [name for name in os.listdir(self.folder) if self._owns(name)])
             fsync_directory(self.path)
-            os.rename(self.path, self.path.with_suffix(".commit"))
+            if is_windows():
+                self._staging.close()
+            patiently(os.rename, self.path, self.path.with_suffix(".commit"))
             self.committed = True
             fsync_directory(self.folder)
             _finish(self.folder, self._name)
@@ -56,6 +59,8 @@ class PendingSet:
 
     def discard(self) -> None:
         """Remove what a failed save left: its staging folder, and the folders that were made for it."""
+        if is_windows():
+            self._staging.close()
         if not self.committed:
             delete_folder(self.path)
             for place in self._created:
@@ -105,7 +110,7 @@ def _finish(folder: Path, name: str) -> None:
                 (folder / item).unlink(missing_ok=True)
         for item in new:
             if (place / item).is_file():
-                os.replace(place / item, folder / item)
+                patiently(os.replace, place / item, folder / item)
         fsync_directory(folder)
         delete_folder(place)
 
@@ -141,9 +146,9 @@ def _staging_folders(folder: Path, name: str, kind: str) -> list[Path]:
 def _write_contents(place: Path, files: list[str], replaced: list[str]) -> None:
     with create_file(place / _CONTENTS) as file:
         file.write(json.dumps({"files": files, "replaces": replaced}).encode())
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def _sync(path: Path) -> None:
     with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+        sync(file.fileno())

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..storage.files import discarding, warn
 from ..storage.folders import PendingFolder, Rules
-from ..storage.locks import directory_lock
+from ..storage.locks import LOCK_FILE, directory_lock
 from ..storage.ownership import (
     MARKER,
     Writer,
@@ -29,12 +29,14 @@ from ..storage.ownership import (
     write_marker,
     writer_of,
 )
+from ..storage.system import patiently
 from .entry import MANIFEST, READABLE, Entry, read_entry
 
 _ENTRY = re.compile(r"checkpoint_[0-9]+")
 _IDENTITY = r"(?:[0-9]+-)?[0-9a-f]{8}"  # version 1 has no process id in the name
 _OWN_FILE = re.compile(
-    r"\.?(manifest\.json|checkpoint|(training|rank_[0-9]+)\.(json|safetensors))(\.data)?(\.[0-9a-f-]{8,64})?(\.tmp)?|" + re.escape(MARKER)
+    r"\.?(manifest\.json|checkpoint|(training|rank_[0-9]+)\.(json|safetensors))(\.data)?(\.[0-9a-f-]{8,64})?(\.tmp)?|"
+    f"{re.escape(MARKER)}|{re.escape(LOCK_FILE)}"
 )
 """The files an entry's folder may contain, temporaries included."""
 
@@ -164,7 +166,7 @@ def _promote(place: Path, target: Path) -> bool:
         with directory_lock(target.parent):
             if os.path.lexists(target):
                 return False
-            os.rename(place, target)
+            patiently(os.rename, place, target)
     except CheckpointError:
         return False
     except OSError as error:
@@ -183,7 +185,7 @@ def _mark(entry: Path) -> None:
 
 def _set_aside(entry: Path) -> Path:
     leaving = entry.with_name(f".{entry.name}.{new_identity()}.old")
-    os.rename(entry, leaving)
+    patiently(os.rename, entry, leaving)
     return leaving
 
 

@@ -73,6 +73,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """The size of the entry's files, as its manifest lists them."""
         return sum(record.size for record in self.files.values())
 
     def verify(self) -> None:
@@ -85,6 +86,7 @@ class Entry:
                 raise CorruptFileError("its checksum does not match the manifest", path=self.path / name)
 
     def state(self) -> CheckpointState:
+        """The checkpoint in this entry."""
         return load(self.checkpoint, format="ort")
 
     def shared(self, state: CheckpointState) -> Any:
@@ -249,7 +251,7 @@ def _records(folder: Path, names: list[str]) -> dict[str, FileRecord]:
 
 def _word_sums(path: Path) -> str:
     """The checksum of version 1: SHA-256 over the sums of the words of each sector. Does not detect swapped words within a sector."""
-    data, sector = np.frombuffer(FileBuffer(path).data, dtype=np.uint8), 4096
+    data, sector = np.frombuffer(FileBuffer(path, kept=False).data, dtype=np.uint8), 4096
     whole = len(data) // sector * sector
     digest = hashlib.sha256(str(len(data)).encode())
     if whole:

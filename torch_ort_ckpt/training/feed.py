@@ -54,6 +54,7 @@ class Feed:
         return self._begun + self.batch * (_batch_size(self.loader) or 1) * world_size()
 
     def state_dict(self) -> dict[str, Any]:
+        """The position in the data, for a checkpoint."""
         if self._resumed is not None:  # state loaded, and no batch drawn since
             return dict(self._resumed)
         own = getattr(self.loader, "state_dict", None)

@@ -35,7 +35,7 @@ class TensorBoardLogger:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingDependencyError(
-                "log_dir needs tensorboard", field="log_dir", remedy="pip install 'torch-ort-ckpt[tensorboard]'"
+                "log_dir needs tensorboard", field="log_dir", remedy='pip install "torch-ort-ckpt[tensorboard]"'
             ) from error
         self._writer: Any = SummaryWriter(str(folder))
 

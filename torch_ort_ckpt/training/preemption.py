@@ -1,4 +1,5 @@
-"""Handling of SIGTERM: finish the step, save, stop. Cluster managers send it some time before SIGKILL."""
+"""Handling of SIGTERM: finish the step, save, stop. Cluster managers send it some time before SIGKILL. Windows has SIGBREAK besides: the
+console sends it for Ctrl+Break, and a parent process to end one that it started in a group of its own."""
 
 from __future__ import annotations
 
@@ -11,21 +12,22 @@ from typing import Any
 class Preemption:
     """Records the signal while installed. Only the main thread can install handlers; in other threads this does nothing."""
 
-    def __init__(self, number: int = signal.SIGTERM) -> None:
-        self.number = number
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers or tuple(getattr(signal, name) for name in ("SIGTERM", "SIGBREAK") if hasattr(signal, name))
         self.requested = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
         self._installed = False
 
     def install(self) -> None:
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
-        self._previous = signal.signal(self.number, self._note)
+        self._previous = {number: signal.signal(number, self._note) for number in self.numbers}
         self._installed = True
 
     def uninstall(self) -> None:
         if self._installed:
-            signal.signal(self.number, self._previous if self._previous is not None else signal.SIG_DFL)
+            for number, previous in self._previous.items():
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
             self._installed = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -61,6 +61,7 @@ class ResumableSampler(Sampler[int]):
         return self.position + rounds * self.ranks
 
     def order(self) -> list[int]:
+        """The indices of this epoch, in the order in which they are drawn."""
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             found = torch.randperm(self.length, generator=generator).tolist()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from ...storage import folders
 from ...storage.buffers import FileBuffer
 from ...storage.files import Progress, save_error, warn
 from ...storage.folders import atomic_folder
+from ...storage.system import sync
 from ..notes import describe, rebuild
 from ..ort.extras import dump_json
 from ..shapes import element_count
@@ -93,7 +93,7 @@ def write(state: CheckpointState, path: Path, *, durable: bool = True, progress:
 def _sync_index(folder: Path) -> None:
     """PyTorch 2.13 syncs its index while the bytes are still in Python's buffer: the file would be empty after a power failure."""
     with open(folder / INDEX, "rb+") as file:
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def _begin(stack: contextlib.ExitStack, path: Path, durable: bool) -> Path:
@@ -221,7 +221,7 @@ class _Files:
 
     def file(self, name: str) -> FileBuffer:
         if name not in self._open:
-            self._open[name] = FileBuffer(self.path / name)
+            self._open[name] = FileBuffer(self.path / name, kept=False)
         return self._open[name]
 
     def size(self) -> int:

@@ -19,7 +19,7 @@ def h5py_module(path: PathLike) -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise MissingDependencyError("h5py is needed for this file", path=path, remedy="pip install 'torch-ort-ckpt[legacy]'") from error
+        raise MissingDependencyError("h5py is needed for this file", path=path, remedy='pip install "torch-ort-ckpt[legacy]"') from error
     return h5py
 
 

@@ -37,7 +37,7 @@ _OURS = b"torch_ort_ckpt"  # in what format `torch` writes, whose weights may ha
 def matches(path: Path) -> bool:
     """By name, or for a renamed file by the optimizer state in it."""
     try:
-        if path.name.endswith(SUFFIXES):
+        if path.name.lower().endswith(SUFFIXES):
             return path.is_file()
         with open(path, "rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"

@@ -40,7 +40,7 @@ _EXTERNAL_FROM = 1024
 
 def matches(path: Path) -> bool:
     """Protobuf has no magic number: the suffix decides."""
-    return path.is_file() and path.suffix == ".onnx"
+    return path.is_file() and path.suffix.lower() == ".onnx"
 
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:
@@ -214,7 +214,7 @@ def _older_data(target: Path, place: Path | None) -> list[Path]:
     pattern = re.compile(re.escape(target.name) + rf"\.([0-9a-f]{{{IDENTITY_LENGTH}}})\.data")
     try:
         found = {file: name for file in target.parent.iterdir() if file != place and (name := pattern.fullmatch(file.name))}
-        model = FileBuffer(target).data if found and os.path.isfile(target) else b""
+        model = FileBuffer(target, kept=False).data if found and os.path.isfile(target) else b""
         return [file for file, name in found.items() if model.find(os.fsencode(file.name)) >= 0 or file_hash(file) == name[1]]
     except (OSError, CheckpointError):  # nothing is removed then
         return []

@@ -408,7 +408,7 @@ def _check(state: CheckpointState, path: Path, version: int) -> None:
 def _has_external_data(path: Path) -> bool:
     """Whether `path` now holds a checkpoint whose data is in its sidecar. Anything unreadable is left alone."""
     with contextlib.suppress(CheckpointError):
-        reader = Reader(FileBuffer(path).data, os.fspath(path))
+        reader = Reader(FileBuffer(path, kept=False).data, os.fspath(path))
         with contextlib.closing(reader):
             module = reader.root(IDENTIFIER).table(1, "module_state")
             return module is not None and module.boolean(3, "has_external_data")

@@ -41,19 +41,19 @@ def repair(path: Path) -> bool:
     """Finish a save that was interrupted between its two renames; returns whether there was anything to do."""
     target = Path(os.path.realpath(path))
     with directory_lock(target.parent):
-        return fileset.repair(path_of(target), identity_of(FileBuffer(target)), identity_at)
+        return fileset.repair(path_of(target), identity_of(FileBuffer(target, kept=False)), identity_at)
 
 
 def identity_at(place: Path) -> str | None:
     """What the seal of that file says; links are not followed."""
-    return None if place.is_symlink() else identity_of(FileBuffer(place))
+    return None if place.is_symlink() else identity_of(FileBuffer(place, kept=False))
 
 
 def remove(target: Path, *, replaced_pair: bool) -> None:
     """The data of a checkpoint that no longer has any: what belonged to the pair just replaced, or that a killed save of ours left."""
     place = path_of(target)
     with contextlib.suppress(OSError, CheckpointError):
-        if replaced_pair or identity_of(FileBuffer(place)):
+        if replaced_pair or identity_of(FileBuffer(place, kept=False)):
             os.unlink(place)
     fileset.remove_leftovers(place, identity_at)
 

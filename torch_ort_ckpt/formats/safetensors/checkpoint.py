@@ -43,13 +43,13 @@ SUFFIXES = (".safetensors", ".safetensors.index.json")
 KEY = "torch_ort_ckpt"
 MAX_SHARD_SIZE = 5 * 10**9
 _ATTEMPTS = 50
-_SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors", re.DOTALL)
+_SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors", re.DOTALL | re.IGNORECASE)
 
 
 def matches(path: Path) -> bool:
     if path.is_dir():
         return any(os.path.exists(path / f"model{suffix}") for suffix in SUFFIXES)
-    return path.name.endswith(SUFFIXES)
+    return path.name.lower().endswith(SUFFIXES)
 
 
 def is_part(path: Path) -> bool:
@@ -75,8 +75,8 @@ def read(path: Path, *, mmap: bool = True) -> CheckpointState:
 
 
 def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
-    single, index = (os.path.exists(f"{places.model}{suffix}") for suffix in SUFFIXES)
-    model = _Bundle.open(places.model, index and not single, mmap)
+    single, index = (os.path.exists(f"{places.model}{suffix}") for suffix in places.suffixes)
+    model = _Bundle.open(places, places.model, index and not single, mmap)
     with reported(model.path):
         note = model.note
         if not note:
@@ -92,7 +92,7 @@ def _read(path: Path, places: _Places, mmap: bool) -> CheckpointState:
         if kind == INLINE:
             apply_texts(state, model.metadata, path)
     if kind and kind != INLINE:
-        moments = _Bundle.open(places.optimizer, kind == "sharded", mmap, model)
+        moments = _Bundle.open(places, places.optimizer, kind == "sharded", mmap, model)
         _read_moments(state, moments)
         backed_by(state, [*model.buffers, *moments.buffers])
     return state
@@ -111,7 +111,7 @@ def repair(path: Path) -> bool:
     places = _Places.of(path)
     folder = places.model.parent
     with directory_lock(folder):
-        main = next((place for place in (Path(f"{places.model}{suffix}") for suffix in SUFFIXES) if os.path.exists(place)), None)
+        main = next((place for place in (Path(f"{places.model}{suffix}") for suffix in places.suffixes) if os.path.exists(place)), None)
         identity = identity_of(main) if main is not None else None
         if identity is None:
             return False
@@ -135,20 +135,24 @@ class _Places:
 
     model: Path
     optimizer: Path
+    suffixes: tuple[str, str] = SUFFIXES
+    """Of a single file and of an index, in the case in which the user wrote them."""
 
     @classmethod
     def of(cls, path: Path) -> _Places:
         text = os.fspath(path)
         for suffix in reversed(SUFFIXES):
-            if text.endswith(suffix):
-                stem = Path(text.removesuffix(suffix))
-                return cls(stem, stem.with_name("optimizer") if stem.name == "model" else stem.with_name(f"{stem.name}.optimizer"))
+            if text.lower().endswith(suffix):
+                stem, given = Path(text[: -len(suffix)]), text[-len(suffix) :]
+                single = given[: len(SUFFIXES[0])]
+                optimizer = stem.with_name("optimizer") if stem.name == "model" else stem.with_name(f"{stem.name}.optimizer")
+                return cls(stem, optimizer, (single, given if given != single else single + SUFFIXES[1].removeprefix(SUFFIXES[0])))
         return cls(path / "model", path / "optimizer")
 
     def marks(self) -> list[tuple[int, int, int] | None]:
         """Change when a save commits."""
         found: list[tuple[int, int, int] | None] = []
-        for suffix in SUFFIXES:
+        for suffix in self.suffixes:
             try:
                 now = os.stat(f"{self.model}{suffix}")
                 found.append((now.st_ino, now.st_size, now.st_mtime_ns))
@@ -167,9 +171,9 @@ class _Bundle:
     buffers: list[FileBuffer] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def open(cls, stem: Path, sharded: bool, mmap: bool, main: _Bundle | None = None) -> _Bundle:
+    def open(cls, places: _Places, stem: Path, sharded: bool, mmap: bool, main: _Bundle | None = None) -> _Bundle:
         """`main`: the bundle that must be from the same save."""
-        path = Path(f"{stem}{SUFFIXES[1] if sharded else SUFFIXES[0]}")
+        path = Path(f"{stem}{places.suffixes[sharded]}")
         if main is not None:
             path = _located(main, path)
         bundle = cls(path)
@@ -243,7 +247,7 @@ def write(
         moment_shards, weight_shards = _shards(moments, max_shard_size), _shards(weights, max_shard_size)
         note["moments"] = ("sharded" if len(moment_shards) > 1 else "single") if moments else ""
     texts |= {"format": "pt", **ties, KEY: extras.dump_json(note, path, KEY)}
-    writer = _Writer(durable, progress)
+    writer = _Writer(durable, progress, places.suffixes)
     try:
         places.model.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -253,7 +257,7 @@ def write(
         if moments:
             texts = {"format": "pt", KEY: extras.dump_json({"keys": keys}, path, KEY)}
             writer.others.append(writer.bundle(stack, places.optimizer, moment_shards, texts, grouped=True))
-        hidden_by = Path(f"{places.model}{SUFFIXES[0]}") if len(weight_shards) > 1 else None  # a single file comes first in `_read`
+        hidden_by = Path(f"{places.model}{places.suffixes[0]}") if len(weight_shards) > 1 else None  # a single file comes first in `_read`
         writer.finish(main, hidden_by, _obsolete(places, main, writer))
 
 
@@ -302,8 +306,8 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, t
 class _Writer:
     """Collects the temporary files of one save and commits them together."""
 
-    def __init__(self, durable: bool, progress: Progress | None) -> None:
-        self.durable, self.progress = durable, progress
+    def __init__(self, durable: bool, progress: Progress | None, suffixes: tuple[str, str]) -> None:
+        self.durable, self.progress, self.suffixes = durable, progress, suffixes
         self.others: list[PendingFile] = []
         self.fingerprint = Fingerprint()
         self.marks: list[tuple[PendingFile, int]] = []
@@ -314,13 +318,13 @@ class _Writer:
     ) -> PendingFile:
         """Write one bundle's files; returns its main file: the file itself or the index."""
         if len(shards) == 1:
-            return self._file(stack, Path(f"{stem}{SUFFIXES[0]}"), shards[0], texts, grouped)
+            return self._file(stack, Path(f"{stem}{self.suffixes[0]}"), shards[0], texts, grouped)
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
-            target = stem.with_name(f"{stem.name}-{number:05d}-of-{len(shards):05d}{SUFFIXES[0]}")
+            target = stem.with_name(f"{stem.name}-{number:05d}-of-{len(shards):05d}{self.suffixes[0]}")
             self.others.append(self._file(stack, target, shard, {"format": "pt"}, True))
             weight_map.update(dict.fromkeys(shard, target.name))
-        pending = stack.enter_context(pending_file(f"{stem}{SUFFIXES[1]}"))
+        pending = stack.enter_context(pending_file(f"{stem}{self.suffixes[1]}"))
         total = sum(nbytes(value) for shard in shards for value in shard.values())
         self.indexes.append((pending, {"metadata": {"total_size": total, **texts}, "weight_map": weight_map}))
         return pending
@@ -354,7 +358,7 @@ def files(path: Path) -> list[Path]:
 def _files(places: _Places) -> list[Path]:
     found: list[Path] = []
     for stem in (places.model, places.optimizer):
-        found += [Path(f"{stem}{suffix}") for suffix in SUFFIXES]
+        found += [Path(f"{stem}{suffix}") for suffix in places.suffixes]
         with contextlib.suppress(CheckpointError, ValueError, KeyError, AttributeError, TypeError):
             content = parse_json(bytes(FileBuffer(found[-1], mmap=False).data))
             if KEY in content["metadata"]:
@@ -365,7 +369,7 @@ def _files(places: _Places) -> list[Path]:
 def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]:
     """Files of the save being replaced that the new one does not write: the other form of a bundle, its shards, the optimizer's."""
     written = {pending.target.name for pending in (main, *writer.others)}
-    either_form = {f"{places.model.name}{suffix}" for suffix in SUFFIXES}  # by any writer: this path is to be overwritten
+    either_form = {f"{places.model.name}{suffix}" for suffix in places.suffixes}  # by any writer: this path is to be overwritten
     return [
         place
         for place in _files(places)
@@ -375,7 +379,7 @@ def _obsolete(places: _Places, main: PendingFile, writer: _Writer) -> list[Path]
 
 def _is_ours(path: Path) -> bool:
     try:
-        if path.name.endswith(SUFFIXES[1]):
+        if path.name.lower().endswith(SUFFIXES[1]):
             return KEY in parse_json(bytes(FileBuffer(path, mmap=False).data)).get("metadata", {})
         with reported(path):
             metadata, _ = read_header(path)

@@ -87,7 +87,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[str, tuple[
 def identity_of(path: Path) -> str | None:
     """The identity of the set this file or index belongs to."""
     with reported(path):
-        if path.name.endswith(".safetensors") or not _is_index(path):
+        if path.name.lower().endswith(".safetensors") or not _is_index(path):
             return read_header(path)[0].get(IDENTITY_KEY)
         found = parse_json(bytes(FileBuffer(path, mmap=False).data)).get("metadata", {}).get(IDENTITY_KEY)
         return str(found) if found is not None else None

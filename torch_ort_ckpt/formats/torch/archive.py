@@ -62,7 +62,7 @@ def _guarded(buffer: FileBuffer, make: Callable[[], T]) -> T:
 
 def opened(path: Path) -> zipfile.ZipFile:
     """The archive for a first look at it. Whatever its directory says, no more is read than the file has."""
-    buffer = FileBuffer(path)
+    buffer = FileBuffer(path, kept=False)
     return zipfile.ZipFile(_Window(buffer, 0, buffer.size))
 
 

@@ -46,7 +46,7 @@ def matches(path: Path) -> bool:
             with torch_archive.opened(path) as archive:
                 return any(name.endswith("/data.pkl") for name in archive.namelist())
     with open(path, "rb") as file:
-        return path.suffix in SUFFIXES and file.read(1) == b"\x80"
+        return path.suffix.lower() in SUFFIXES and file.read(1) == b"\x80"
 
 
 def read(path: Path, *, mmap: bool = True) -> CheckpointState:

@@ -43,10 +43,10 @@ def build_gradients(
         folder = Path(name)
         onnx.save(model, folder / _FORWARD)
         if loss is None or isinstance(loss, str):
-            (folder / _REQUEST).write_text(json.dumps(request | {"loss": loss}))
+            (folder / _REQUEST).write_text(json.dumps(request | {"loss": loss}), encoding="utf-8")
             code, said = _in_new_process(folder)
         else:  # an object that may be of a class which no other process can import
-            (folder / _REQUEST).write_text(json.dumps(request))
+            (folder / _REQUEST).write_text(json.dumps(request), encoding="utf-8")
             code, said = _in_copy_of_this_process(folder, loss), ""
         _raise_error(folder, code, said)
         return load_model(folder / "training_model.onnx", weights=True), load_model(folder / "eval_model.onnx", weights=True)
@@ -58,7 +58,7 @@ def run_request(folder: Path, block: Any = None) -> None:
 
     from ..onnxruntime_package import ort_errors
 
-    request = json.loads((folder / _REQUEST).read_text())
+    request = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     try:
         artifacts.generate_artifacts(
             load_model(folder / _FORWARD, weights=True),
@@ -70,13 +70,13 @@ def run_request(folder: Path, block: Any = None) -> None:
             loss_input_names=[request["scores"]],
         )
     except ort_errors() + ONNX_ERRORS as error:
-        (folder / _ERROR).write_text(str(error))
+        (folder / _ERROR).write_text(str(error), encoding="utf-8")
 
 
 def _in_new_process(folder: Path) -> tuple[int, str]:
     command = [sys.executable, "-m", f"{__package__}.ort_builder", os.fspath(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False)
     return done.returncode, done.stderr
 
 
@@ -99,7 +99,7 @@ def _raise_error(folder: Path, code: int, said: str) -> None:
     error = folder / _ERROR
     if error.exists():
         raise UnsupportedError(
-            f"ONNX Runtime can't build the gradient graph: {error.read_text().strip()}",
+            f"ONNX Runtime can't build the gradient graph: {error.read_text(encoding='utf-8').strip()}",
             remedy='An operator without a gradient: use builder="torch", or replace it in the module.',
         )
     if code < 0:
