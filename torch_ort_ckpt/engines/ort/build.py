@@ -39,8 +39,8 @@ def installed() -> Build:
 
     found = Build(
         version=str(onnxruntime.__version__),
-        trains=hasattr(native, "Module") and hasattr(native, "Optimizer"),
-        dlpack=hasattr(native.OrtValue, "from_dlpack") and hasattr(native.OrtValue, "to_dlpack"),
+        trains={"Module", "Optimizer"} <= set(dir(native)),
+        dlpack={"from_dlpack", "to_dlpack"} <= set(dir(native.OrtValue)),
     )
     if not found.trains and version_number(found.version) < OLDEST:
         raise MissingDependencyError(

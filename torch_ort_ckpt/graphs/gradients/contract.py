@@ -52,10 +52,13 @@ def training_model(joint: JointGraph, order: Sequence[str]) -> tuple[onnx.ModelP
     states = [value.name for value in graph.input if value.name not in joint.inputs]
     updates = dict(joint.updates)
     counters = _take_counters(model, updates)
+    for name in [name for name in updates if name not in values]:  # overwritten before it is ever read
+        values[name] = _renamed(values[updates[name]], name)
+        states.append(name)
     kept = _needed(graph, [joint.loss, *joint.extras, *joint.gradients.values(), *updates.values()])
     _keep(graph.node, [graph.node[place] for place in sorted(kept)])
     used = {name for node in graph.node for name in reads(node)}
-    states = [name for name in order if name in states and (name in used or name in joint.gradients)]
+    states = [name for name in order if name in states and (name in used or name in joint.gradients or name in updates)]
     as_float = _float_counters(model, updates, values)
     flags = [_write(model, name, value) for name, value in updates.items()]
     if flags:

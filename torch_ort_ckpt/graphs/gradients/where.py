@@ -13,6 +13,8 @@ import torch
 from torch import fx
 
 _OURS = str(Path(__file__).parents[2])
+_REWRITES = str(Path(__file__).parent / "decompositions")
+"""Ours too, but called by PyTorch in the midst of the user's code."""
 _NOT_THE_USERS = tuple({str(Path(torch.__file__).parent), _OURS, *(sysconfig.get_path(key) for key in ("stdlib", "platstdlib"))})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)(?:\n +(?P<code>[^\n]+))?')
 
@@ -38,7 +40,7 @@ def line_of_error(error: BaseException) -> str | None:
 def line_of_stack(stack: traceback.StackSummary | None) -> str | None:
     """The same for a stack: what our own code called, not what called it."""
     frames = list(stack or ())[:-1]  # without the function that noted it
-    ours = [place for place, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
+    ours = [place for place, frame in enumerate(frames) if frame.filename.startswith(_OURS) and not frame.filename.startswith(_REWRITES)]
     return _innermost((frame.filename, frame.lineno or 0, frame.line or "") for frame in frames[ours[-1] if ours else 0 :])
 
 
