@@ -5,6 +5,7 @@ They come from multiprocessing's forkserver, which loads this module (and torch)
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -23,6 +24,9 @@ import torch_ort_ckpt as toc
 from torch_ort_ckpt.formats.ort import checkpoint as ort
 from torch_ort_ckpt.formats.ort import sidecar
 from torch_ort_ckpt.storage import folders
+
+with contextlib.suppress(ImportError):  # Windows has none. Here, because a process without rights may not be able to
+    import resource
 
 forkserver: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")  # Windows has only the latter
 forkserver.set_forkserver_preload(["tests.writers"])
@@ -120,15 +124,11 @@ def save_or_say_why(path: Path, external: bool, answer: Path) -> None:
         told: list[str | None] = [None, None, None]
     except toc.CheckpointError as error:
         told = [type(error).__name__, error.path, str(error)]
-    import resource  # not on Windows
-
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     os.write(descriptor, json.dumps(told).encode())
 
 
 def save_with_size_limit(path: Path, external: bool, answer: Path, limit: int) -> None:
-    import resource
-
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     save_or_say_why(path, external, answer)
