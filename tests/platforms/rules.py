@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import builtins
 import errno
+import functools
 import multiprocessing
 import os
 import shutil
 import stat
 import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,6 +76,27 @@ def _windows() -> None:
         if hasattr(os, name):
             delattr(os, name)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # it opens folders
+    gate = os.open(os.path.join(tempfile.gettempdir(), "windows-rules.gate"), os.O_RDWR | os.O_CREAT, 0o666)
+    for name in ("open", "unlink", "remove", "rename", "replace", "rmdir"):
+        setattr(os, name, _one_at_a_time(getattr(os, name), gate, fcntl))
+
+
+_gate = threading.Lock()
+
+
+def _one_at_a_time(call: Callable[..., Any], gate: int, fcntl: ModuleType) -> Callable[..., Any]:
+    """Windows looks whether a file is in use and deletes it in one step. The hook looks before the call, so nobody may open it between."""
+
+    @functools.wraps(call)
+    def alone(*arguments: Any, **options: Any) -> Any:
+        with _gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            try:
+                return call(*arguments, **options)
+            finally:
+                fcntl.flock(gate, fcntl.LOCK_UN)
+
+    return alone
 
 
 def _msvcrt(fcntl: ModuleType) -> ModuleType:
