@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 def test_the_version_has_one_place() -> None:
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
     assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == toc.__version__
-    assert (ROOT / "CHANGELOG.md").read_text().count(f"## {toc.__version__}\n") == 1
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert all(re.fullmatch(r"[0-9.]+ \(\d{4}-\d\d-\d\d\)", heading) for heading in headings[1:])  # every release has its date
+    assert [heading.split()[0] for heading in headings[1:]].count(toc.__version__) == 1
 
 
 def test_an_installed_package_is_this_version() -> None:

@@ -28,6 +28,9 @@ from torch_ort_ckpt.formats.ort import checkpoint as ort
 from torch_ort_ckpt.formats.ort import sidecar
 from torch_ort_ckpt.storage import folders
 
+with contextlib.suppress(ImportError):  # Windows has none. Here, because a process without rights may not be able to
+    import resource
+
 forkserver: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")  # Windows has only the latter
 forkserver.set_forkserver_preload(["tests.writers"])
 

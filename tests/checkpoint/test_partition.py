@@ -302,6 +302,7 @@ def test_a_rank_is_not_cut_again() -> None:
         toc.split(ranks_of(GRID)[0], {"data_parallel_size": 2})
 
 
+@pytest.mark.posix  # measured by `resource`
 def test_merging_takes_the_memory_of_the_model_and_one_rank(tmp_path: Path) -> None:
     """64 MiB in 8 ranks: the peak beyond the merged model stays near one rank's files, not all of them."""
     weights = {f"w{n}": torch.randn(1 << 20) for n in range(16)}

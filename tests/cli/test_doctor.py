@@ -19,6 +19,7 @@ from tests.truth import Truth
 from torch_ort_ckpt.cli import doctor, main
 from torch_ort_ckpt.errors import MissingDependencyError
 from torch_ort_ckpt.formats import FORMATS
+from torch_ort_ckpt.storage.system import is_windows
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,23 @@ def test_what_the_trial_says_about_cuda(facts: dict[str, Any], device: bool, sta
     assert check.status == status
     if facts.get("cuda"):
         assert "libcublasLt.so.11" in check.detail
-        assert "LD_LIBRARY_PATH" in str(check.fix)
+        assert str(check.fix).endswith("folders to PATH" if is_windows() else "folders to LD_LIBRARY_PATH")
+
+
+def test_the_files_of_the_cuda_provider_have_the_systems_names() -> None:
+    names = doctor.provider_libraries()
+    if is_windows():
+        assert names == ["onnxruntime_providers_shared.dll", "onnxruntime_providers_cuda.dll"]
+    else:
+        assert names == ["libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so"]
+
+
+def test_commands_are_quoted_for_every_shell(report: dict[str, Any]) -> None:
+    """cmd.exe passes single quotes on, and only double ones keep zsh from reading the brackets."""
+    fixes = [check["fix"] or "" for check in report["checks"]] + [str(doctor.ort_engine(None).fix)]
+    assert any("[" in fix for fix in fixes)
+    assert not [fix for fix in fixes if "'" in fix]
+    assert not [fix for fix in fixes if "[" in fix and '"torch-ort-ckpt[' not in fix]
 
 
 def test_the_terminal_shows_a_table_and_the_missing_pieces(capsys: pytest.CaptureFixture[str]) -> None:

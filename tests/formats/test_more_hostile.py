@@ -15,6 +15,7 @@ import torch_ort_ckpt as toc
 from torch_ort_ckpt import formats
 from torch_ort_ckpt.errors import CorruptFileError, UnsupportedError
 from torch_ort_ckpt.formats import plain
+from torch_ort_ckpt.storage.system import is_windows
 
 from ..fuzz.mutate import limited_memory
 
@@ -73,7 +74,7 @@ def test_an_identity_that_is_none_leads_nowhere(identity: str, tmp_path: Path) -
     content = json.loads(index.read_text())
     content["metadata"]["torch_ort_ckpt.set"] = identity
     index.write_text(json.dumps(content))
-    for name in set(content["weight_map"].values()):
+    for name in () if is_windows() else set(content["weight_map"].values()):  # Windows has no names with a dot at the end
         os.makedirs(place / f"{name}.", exist_ok=True)  # so that a path through it exists
     with pytest.raises(CorruptFileError):
         toc.load(place)

@@ -75,7 +75,7 @@ def test_what_the_format_can_not_hold_is_refused(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.posix
+@pytest.mark.posix  # on Windows files are read, not mapped
 def test_tensor_data_is_aligned_and_aliased(tmp_path: Path) -> None:
     for options in ({}, {"external_data": True}):
         toc.save(adamw(), tmp_path / "c", **options)

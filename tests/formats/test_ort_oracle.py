@@ -11,6 +11,7 @@ import torch
 
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.checkpoint.state import OptimizerGroup
+from torch_ort_ckpt.storage.system import is_windows
 
 from ..truth import Truth, fixtures
 
@@ -72,7 +73,8 @@ def test_ort_reads_every_state_we_write(name: str, external: bool, tmp_path: Pat
 def test_tensor_data_starts_at_cache_lines(external: bool, tmp_path: Path) -> None:
     toc.save(toc.load(Truth(ADAMW).checkpoint), tmp_path / "ours", external_data=external)
     again = toc.load(tmp_path / "ours")
-    assert all(value.data_ptr() % 64 == 0 for _, value in again.tensors())
+    found = {value.data_ptr() % 64 for _, value in again.tensors()}
+    assert len(found) == 1 if is_windows() else found == {0}  # where it is read, memory starts anywhere
 
 
 def test_a_step_per_weight_is_no_obstacle_to_ort_and_dropped_once_it_trained_on(tmp_path: Path) -> None:

@@ -30,12 +30,12 @@ def test_any_other_loader_reads_the_weights(name: str, tmp_path: Path) -> None:
     assert toc.CheckpointState(found) == toc.CheckpointState(expected)
 
 
-@pytest.mark.posix
 def test_the_optimizer_is_a_file_of_its_own(tmp_path: Path) -> None:
     toc.save(adamw(), tmp_path / "run.safetensors", format="safetensors")
     assert sorted(place.name for place in tmp_path.iterdir()) == ["run.optimizer.safetensors", "run.safetensors"]
     moments = safetensors.torch.load_file(tmp_path / "run.optimizer.safetensors")
     assert torch.equal(moments["group0/fc1.bias/momentum0"], adamw().optimizer["group0"].states["fc1.bias"]["momentum0"])
+    del moments  # Windows deletes no file that is mapped
     toc.save(adamw(), tmp_path / "run.safetensors", format="safetensors", include_optimizer=False)
     assert [place.name for place in tmp_path.iterdir()] == ["run.safetensors"]
     assert not toc.load(tmp_path / "run.safetensors").optimizer
@@ -67,7 +67,6 @@ def test_tied_weights_follow_the_usual_convention_both_ways(tmp_path: Path) -> N
     assert state.trainable["a.weight"] is state.trainable["b.weight"]
 
 
-@pytest.mark.posix
 def test_shards_have_an_index_others_understand(tmp_path: Path) -> None:
     state = adamw()
     toc.save(state, tmp_path, format="safetensors", max_shard_size=400)
@@ -77,6 +76,7 @@ def test_shards_have_an_index_others_understand(tmp_path: Path) -> None:
     assert len(shards) > 1
     assert all(name in shards[file] for name, file in index["weight_map"].items())
     assert toc.load(tmp_path) == toc.load(tmp_path / "model.safetensors.index.json") == state
+    del shards  # Windows deletes no file that is mapped
     toc.save(state, tmp_path, format="safetensors")  # one file again: the shards and indexes go
     assert sorted(place.name for place in tmp_path.iterdir()) == ["model.safetensors", "optimizer.safetensors"]
     toc.save(state, tmp_path, format="safetensors", max_shard_size=400)

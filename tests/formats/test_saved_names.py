@@ -63,7 +63,7 @@ def test_a_format_that_is_given_wins(tmp_path: Path) -> None:
     assert inspect.signature(toc.save).parameters["format"].default is None
 
 
-@pytest.mark.parametrize("name", ["c.txt", "checkpoint_v1.5", "c.safetensor", "c.data"])
+@pytest.mark.parametrize("name", ["c.txt", "checkpoint_v1.5", "c.safetensor", "c.data", "c.PTX"])
 def test_an_unknown_suffix_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match="can't tell a format from this name") as caught:
         toc.save(state(), tmp_path / name)
@@ -159,7 +159,7 @@ def test_a_single_file_that_can_not_be_removed_stays_and_counts(tmp_path: Path) 
         hit: list[str] = []
         message = None
         try:
-            with failing(number, errno.EPERM, hit):
+            with failing(number, errno.EIO, hit):
                 toc.save(state(2.0), path, durable=False, **SHARDED)
         except toc.CheckpointError as error:
             message = str(error)

@@ -55,14 +55,14 @@ def test_a_tensor_beyond_the_end_is_named(tmp_path: Path) -> None:
     assert error.field == "module_state.requires_grad_params[1] (x)"
 
 
-@pytest.mark.posix
 def test_not_a_file(pair: Path) -> None:
     os.unlink(f"{pair}.data")
     os.mkdir(f"{pair}.data")
     refused(pair, "not a regular file")
     os.rmdir(f"{pair}.data")
-    os.mkfifo(f"{pair}.data")
-    refused(pair, "not a regular file")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(f"{pair}.data")
+        refused(pair, "not a regular file")
 
 
 def test_a_link_elsewhere_is_refused(pair: Path, tmp_path: Path) -> None:

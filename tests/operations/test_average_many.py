@@ -143,7 +143,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of the system")
+@pytest.mark.posix  # limits descriptors, and there files are mapped
 @pytest.mark.parametrize("how", ["mean", "median"])
 def test_a_thousand_files_need_neither_descriptors_nor_memory(how: str, tmp_path: Path) -> None:
     """1.2 MB each: 1.2 GB of checkpoints, with 64 descriptors."""

@@ -2,21 +2,26 @@
 
 Windows: no `fcntl`, `resource`, `preadv`, `fork`; `msvcrt.locking`; a file that is open or mapped, in this process or another of the
 session, can't be renamed, replaced or deleted, nor a folder that contains one; nor a read-only file; folders can't be opened; names that
-Windows does not have can't be made. Both: names that differ only in case are the same file; processes are spawned, not forked.
+Windows does not have, and paths of 260 characters, can't be made. Both: names that differ only in case are the same file; processes are
+spawned, not forked.
 macOS: `F_FULLFSYNC` exists.
 
-Not simulated: the 260 characters of a path, delete-pending files, drives, backslashes, other users' rights, and what other programs do.
+Not simulated: delete-pending files, drives, backslashes, other users' rights, and what other programs do.
 """
 
 from __future__ import annotations
 
 import builtins
 import errno
+import functools
 import multiprocessing
 import os
 import shutil
 import stat
 import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,6 +76,27 @@ def _windows() -> None:
         if hasattr(os, name):
             delattr(os, name)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # it opens folders
+    gate = os.open(os.path.join(tempfile.gettempdir(), "windows-rules.gate"), os.O_RDWR | os.O_CREAT, 0o666)
+    for name in ("open", "unlink", "remove", "rename", "replace", "rmdir"):
+        setattr(os, name, _one_at_a_time(getattr(os, name), gate, fcntl))
+
+
+_gate = threading.Lock()
+
+
+def _one_at_a_time(call: Callable[..., Any], gate: int, fcntl: ModuleType) -> Callable[..., Any]:
+    """Windows looks whether a file is in use and deletes it in one step. The hook looks before the call, so nobody may open it between."""
+
+    @functools.wraps(call)
+    def alone(*arguments: Any, **options: Any) -> Any:
+        with _gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            try:
+                return call(*arguments, **options)
+            finally:
+                fcntl.flock(gate, fcntl.LOCK_UN)
+
+    return alone
 
 
 def _msvcrt(fcntl: ModuleType) -> ModuleType:
@@ -151,6 +177,8 @@ def _opened(path: str, mode: str | None, flags: int) -> None:
 
 
 def _named(path: str, moved: str | None = None) -> None:
+    if len(path) >= 260:  # with the final zero
+        raise FileNotFoundError(errno.ENOENT, "The system cannot find the path specified", path)
     name = os.path.basename(path)
     if _FORBIDDEN & set(name) or name.endswith((".", " ")) or name.split(".")[0].lower() in _RESERVED:
         raise OSError(errno.EINVAL, "The filename, directory name, or volume label syntax is incorrect", path)
@@ -181,10 +209,10 @@ def _unused(path: str, deleted: bool) -> None:
         places = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     else:
         return
-    wanted = {(item.st_dev, item.st_ino) for place in places if (item := _status(place))}
-    if wanted and (used := wanted & _in_use()):
-        names = [place for place in places if (item := _status(place)) and (item.st_dev, item.st_ino) in used]
-        raise PermissionError(errno.EACCES, f"The process cannot access the file because it is being used ({names[0]})", path)
+    wanted = {(item.st_dev, item.st_ino): place for place in places if (item := _status(place))}
+    if wanted and (used := wanted.keys() & _in_use()):
+        name = min(wanted[key] for key in used)
+        raise PermissionError(errno.EACCES, f"The process cannot access the file because it is being used ({name})", path)
 
 
 def _in_use() -> set[tuple[int, int]]:

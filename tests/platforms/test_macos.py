@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def test_a_file_system_without_it_is_synced_as_usual(tmp_path: Path, monkeypatch
     import os
 
     def refuse(*_: Any) -> Any:
-        raise OSError(45, "Operation not supported")
+        raise OSError(errno.ENOTSUP, "Operation not supported")
 
     synced: list[int] = []
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
@@ -50,6 +51,21 @@ def test_a_file_system_without_it_is_synced_as_usual(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", synced.append)
     toc.save(toc.CheckpointState(trainable={"w": torch.ones(2)}), tmp_path / "one")
     assert len(synced) == 2
+
+
+@pytest.mark.posix
+def test_a_sync_that_fails_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system reports lost bytes once: a second sync succeeds."""
+    import fcntl
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", fail)
+    with pytest.raises(toc.CheckpointError, match="Input/output error"):
+        toc.save(toc.CheckpointState(trainable={"w": torch.ones(2)}), tmp_path / "one")
+    assert not (tmp_path / "one").exists()
 
 
 def total(path: Path) -> float:

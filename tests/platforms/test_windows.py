@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_ort_ckpt as toc
+from torch_ort_ckpt.cli import main
 from torch_ort_ckpt.formats import WRITABLE, module
 from torch_ort_ckpt.storage import files, locks, system
 from torch_ort_ckpt.training.preemption import Preemption
@@ -144,6 +145,50 @@ def test_names_that_differ_in_case_are_refused_everywhere(tmp_path: Path) -> Non
     odd.optimizer["GROUP0"] = odd.optimizer["group0"]
     with pytest.raises(toc.CheckpointError, match="where case is ignored"):
         toc.save(odd, tmp_path / "c", format="pbseq", groups="keep")
+
+
+def test_a_path_beyond_260_characters_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """One that only the temporary beside it makes too long."""
+    path = tmp_path / ("n" * 250)  # other systems allow names of 255
+    with pytest.raises(toc.CheckpointError, match="260 characters" if system.is_windows() else "too long"):
+        toc.save(state(0.0), path, format="ort")
+    assert names(tmp_path) == set()
+
+
+def test_the_parts_of_a_set_may_be_too_long_too(tmp_path: Path) -> None:
+    """While a pair is put in place, its data has the longest name: 33 characters more than at the end."""
+    path = tmp_path / ("n" * (239 - len(str(tmp_path))))
+    if system.is_windows():
+        with pytest.raises(toc.CheckpointError, match="260 characters"):
+            toc.save(state(0.0), path, format="ort", external_data=True)
+        assert names(tmp_path) == set()
+    toc.save(state(0.0), path, format="ort")
+    assert names(tmp_path) == {path.name}
+
+
+def test_a_refused_file_can_be_deleted_at_once(tmp_path: Path) -> None:
+    """While the error, and with it every variable of the functions it came through, is still there."""
+    for format in FORMATS:
+        if format == "ortcp":
+            pytest.importorskip("h5py")
+        path = tmp_path / f"{format}{next(iter(module(format).SUFFIXES), '')}"
+        toc.save(state(0.0), path, format=format)
+        places = [place for place in (path.iterdir() if path.is_dir() else [path]) if place.stat().st_size > 20]
+        for place in places:
+            os.truncate(place, place.stat().st_size // 2)
+        with pytest.raises(toc.CheckpointError) as caught:
+            toc.load(path, format=format)
+        for place in places:
+            place.unlink()
+        assert caught.value.path
+
+
+def test_upgrade_replaces_what_it_has_read(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    toc.save(state(1.0), path, version=1)
+    assert main(["upgrade", str(path), str(path), "--overwrite"]) == 0
+    assert float(toc.load(path).trainable["w"][0]) == 1.0
+    assert names(tmp_path) == {"checkpoint"}
 
 
 @pytest.mark.parametrize("suffix", [".PT", ".Safetensors", ".ORTCP"])

@@ -21,7 +21,7 @@ from tests.writers import forkserver, new, old, repair_and_die, reshuffled, run,
 from torch_ort_ckpt.formats.ort import sidecar
 from torch_ort_ckpt.formats.safetensors import checkpoint as safetensors
 
-pytestmark = pytest.mark.posix
+pytestmark = pytest.mark.posix  # SIGKILL
 
 NEVER = 1 << 30
 SCENARIOS = {

@@ -24,7 +24,7 @@ def is_new(path: Path) -> bool:
     return writers.is_new(path, folders.repair)
 
 
-@pytest.mark.posix
+@pytest.mark.posix  # SIGKILL
 @pytest.mark.parametrize("format", ["pbseq", "runner"])
 def test_killed_at_every_step(format: str, tmp_path: Path) -> None:
     outcomes = []
@@ -67,7 +67,7 @@ def test_an_interrupted_save_is_read_with_a_warning_and_repaired_by_verify(tmp_p
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-@pytest.mark.posix
+@pytest.mark.posix  # SIGKILL
 def test_repair_itself_may_be_killed(tmp_path: Path) -> None:
     for step in range(1, NEVER):
         folder = tmp_path / f"{step}"
@@ -80,7 +80,7 @@ def test_repair_itself_may_be_killed(tmp_path: Path) -> None:
     assert step > 3
 
 
-@pytest.mark.posix
+@pytest.mark.posix  # Windows syncs no folders
 def test_bytes_reach_the_medium_before_their_names(tmp_path: Path) -> None:
     """What a power failure needs: files are synced after their last write, then their folder; a sync follows each rename."""
     path = tmp_path / "place" / "checkpoint"

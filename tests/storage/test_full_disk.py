@@ -16,7 +16,7 @@ import torch
 import torch_ort_ckpt as toc
 from tests.writers import run, save_on_small_disk, save_or_say_why, save_with_size_limit, save_without_rights
 
-pytestmark = pytest.mark.posix
+pytestmark = pytest.mark.posix  # mounts, limits and rights of a POSIX system
 
 UNSHARE = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
 CAN_MOUNT = shutil.which("unshare") is not None and not subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]).returncode

@@ -13,6 +13,7 @@ import torch
 
 import torch_ort_ckpt as toc
 from tests.disks import failing
+from torch_ort_ckpt.storage.system import is_windows
 
 SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "pair": ("c", {"external_data": True}),
@@ -61,7 +62,7 @@ def test_what_is_said_is_what_is_there(kind: str, tmp_path: Path) -> None:
                 assert toc.verify(folder / name, repair=True).repaired
             assert toc.load(folder / name) == new  # without a warning now
     assert said["write"] == {False}
-    assert said["fsync"] == {False, True}
+    assert said["fsync"] == ({False} if is_windows() else {False, True})  # Windows syncs no folders
     if kind == "folder":  # when the second rename fails, the first is taken back
         assert said["rename"] == {False}
     else:

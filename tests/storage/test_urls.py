@@ -203,6 +203,7 @@ def test_what_only_looks_like_a_url_is_a_path(path: Any) -> None:
     refuse_url(path)
 
 
+@pytest.mark.posix  # Windows has no such names
 def test_a_name_with_a_colon_is_used_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "epoch:1" / "12:30.ckpt"
     path.parent.mkdir()

@@ -108,7 +108,7 @@ def test_the_last_save_of_a_run_is_tried_again(failures: int, background: bool, 
         entry.verify()
 
 
-@pytest.mark.posix
+@pytest.mark.posix  # on Windows a SIGTERM that is sent ends the process at once
 @pytest.mark.parametrize("background", [False, True])
 def test_the_save_of_a_preempted_run_is_tried_again(background: bool, tmp_path: Path) -> None:
     """Inside an accumulation window, where an entry of the same step exists already: the newer one has the gradients."""

@@ -252,7 +252,7 @@ def test_a_huge_manifest_is_not_read(run: Path) -> None:
     skipped(run)
 
 
-@pytest.mark.posix
+@pytest.mark.posix  # FIFOs, devices, and links that need no rights
 @pytest.mark.parametrize("victim", ["manifest.json", "checkpoint", "training.json", "rank_0.safetensors"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop", "folder", "dangling"])
 def test_what_is_no_file_is_skipped(kind: str, victim: str, run: Path) -> None:
@@ -267,7 +267,7 @@ def test_what_is_no_file_is_skipped(kind: str, victim: str, run: Path) -> None:
     skipped(run)
 
 
-@pytest.mark.posix
+@pytest.mark.posix  # FIFOs, devices, and links that need no rights
 @pytest.mark.parametrize("kind", ["fifo", "file", "loop"])
 def test_what_is_no_folder_is_skipped(kind: str, run: Path) -> None:
     shutil.rmtree(run / "checkpoint_2")

@@ -159,7 +159,6 @@ def test_a_save_replaces_nothing_of_a_users(kind: str, tmp_path: Path) -> None:
     assert manager.last_saved is None
 
 
-@pytest.mark.posix
 def test_a_deletion_that_is_cut_short_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The marker is deleted last, so that what is left after a crash is still recognized as ours."""
     real, left = os.unlink, 0

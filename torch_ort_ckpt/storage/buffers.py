@@ -62,6 +62,13 @@ class FileBuffer:
             return True
         return not _same_file(now, self.origin)
 
+    def close(self) -> None:
+        """Unmap a file that was only looked into: an error that is still handled would keep it mapped. Without effect while tensors
+        alias it."""
+        if self._map is not None:
+            with contextlib.suppress(BufferError):
+                self._map.close()
+
     def release(self) -> None:
         """Let the kernel drop the pages read so far. Only for mappings that were never written to: changes would be lost."""
         if self._map is not None and hasattr(_mmap, "MADV_DONTNEED"):

@@ -288,7 +288,8 @@ def save_error(error: OSError, path: PathLike) -> CheckpointError:
     missing = isinstance(error, FileNotFoundError)
     kind = MissingFileError if missing else CheckpointError
     remedy = "Create the folder first." if missing else None
-    if is_windows() and len(os.path.abspath(path)) > _LONGEST_PATH:
+    whole = os.path.abspath(path)
+    if is_windows() and (len(whole) > _LONGEST_PATH or (missing and os.path.isdir(os.path.dirname(whole)))):  # parts have longer names
         remedy = "Choose a shorter path: Windows allows 260 characters unless long paths are enabled."
     elif is_windows() and isinstance(error, PermissionError):
         remedy = "Close what has it open: Windows replaces no file that is open or mapped, and none that is read-only."

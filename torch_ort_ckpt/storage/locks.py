@@ -118,8 +118,14 @@ def _lock_file(folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-        with contextlib.suppress(OSError):  # refused while another has it open, who will delete it
-            os.unlink(place)
+        remove_lock_file(folder)  # refused while another has it open, who will delete it
+
+
+def remove_lock_file(folder: Path) -> None:
+    """Delete what a holder could not, because another program had it open. Refused, rightly, while someone holds it."""
+    if is_windows():
+        with contextlib.suppress(OSError):
+            os.unlink(folder / LOCK_FILE)
 
 
 def _opened(place: Path) -> int | None:

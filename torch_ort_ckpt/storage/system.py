@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -28,11 +29,14 @@ def sync(descriptor: int) -> None:
             try:
                 fcntl.fcntl(descriptor, full)
                 return
-            except OSError:  # file systems without it, such as network shares
-                pass
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:  # a second sync might succeed although bytes are lost
+                    raise
     os.fsync(descriptor)
 
 
+_UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
+"""What file systems without F_FULLFSYNC answer, such as network shares."""
 _PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..storage.files import discarding, warn
 from ..storage.folders import PendingFolder, Rules
-from ..storage.locks import LOCK_FILE, directory_lock
+from ..storage.locks import LOCK_FILE, directory_lock, remove_lock_file
 from ..storage.ownership import (
     MARKER,
     Writer,
@@ -127,6 +127,7 @@ def clean(directory: Path) -> None:
     pattern = re.compile(rf"\.(checkpoint_[0-9]+)\.{_IDENTITY}\.(tmp|old)")
     for name in sorted({match[1] for item in os.listdir(directory) if (match := pattern.fullmatch(item))}):
         recover(directory / name)
+    remove_lock_file(directory)
 
 
 def recover(target: Path) -> None:

@@ -148,23 +148,23 @@ def _flatten(state: CheckpointState, path: Path) -> dict[str, torch.Tensor]:
 def _load(path: Path) -> dict[str, torch.Tensor]:
     index = read_index(path / INDEX)
     places = sorted({chunk.place for entry in index.tensors.values() for chunk in entry.chunks if chunk.place}, key=_order)
-    files = _Files(path)
-    for before, after in itertools.pairwise(places):
-        if before.file == after.file and after.start < before.end:
-            raise CorruptFileError("chunks that overlap in the file", path=path / after.file)
-    for place in places:
-        files.check(place)
-    available = files.size()
-    tensors: dict[str, torch.Tensor] = {}
-    for name, entry in index.tensors.items():
-        available -= entry.nbytes
-        if available < 0:
-            raise CorruptFileError("its size is larger than the files", path=path, field=name)
-        try:
-            tensors[name] = _assembled(entry, name, files)
-        except (RuntimeError, OverflowError, TypeError, MemoryError) as error:  # a shape with a zero and sizes that torch can't have
-            what = (str(error).splitlines() or [""])[0][:200]
-            raise CorruptFileError(f"impossible shape {entry.shape[:8]} ({what})", path=path, field=name) from error
+    with contextlib.closing(_Files(path)) as files:
+        for before, after in itertools.pairwise(places):
+            if before.file == after.file and after.start < before.end:
+                raise CorruptFileError("chunks that overlap in the file", path=path / after.file)
+        for place in places:
+            files.check(place)
+        available = files.size()
+        tensors: dict[str, torch.Tensor] = {}
+        for name, entry in index.tensors.items():
+            available -= entry.nbytes
+            if available < 0:
+                raise CorruptFileError("its size is larger than the files", path=path, field=name)
+            try:
+                tensors[name] = _assembled(entry, name, files)
+            except (RuntimeError, OverflowError, TypeError, MemoryError) as error:  # a shape with a zero and sizes that torch can't have
+                what = (str(error).splitlines() or [""])[0][:200]
+                raise CorruptFileError(f"impossible shape {entry.shape[:8]} ({what})", path=path, field=name) from error
     if index.others:
         warn(f"{path}: {len(index.others)} entries that are not tensors are left out: {', '.join(sorted(index.others)[:5])}")
     return tensors
@@ -226,6 +226,10 @@ class _Files:
 
     def size(self) -> int:
         return sum(buffer.size for buffer in self._open.values())
+
+    def close(self) -> None:
+        for buffer in self._open.values():
+            buffer.close()
 
     def check(self, place: Place) -> None:
         if place.end > self.file(place.file).size:
