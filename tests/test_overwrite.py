@@ -57,8 +57,6 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Path, bool], Any]]] = {
     "export_executorch": ("model.pte", lambda path, again: toc.export_executorch(made_by_torch(), path, overwrite=again)),
     "rebuild_artifacts": ("training_model.onnx", lambda path, again: toc.rebuild_artifacts(made_by_torch(), path.parent, overwrite=again)),
     "export_step_model": ("step_model.onnx", lambda path, again: toc.export_step_model(made_by_torch(), path.parent, overwrite=again)),
-    "rebuild_artifacts": ("training_model.onnx", lambda path, again: toc.rebuild_artifacts(FOLDER, path.parent, overwrite=again)),
-    "export_executorch": ("model.pte", lambda path, again: toc.export_executorch(made_by_torch(), path, overwrite=again)),
     "OrtModule.export_inference": (
         "inference.onnx",
         lambda path, again: toc.OrtModule(FOLDER, engine="torch").export_inference(path, overwrite=again),
