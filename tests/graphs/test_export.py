@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import onnx
@@ -240,3 +241,16 @@ def test_what_is_not_understood_is_refused(tmp_path: Path) -> None:
     with pytest.raises(toc.CheckpointError, match="no output 'logits'"):
         make(tmp_path, extra_outputs=["logits"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_stages_are_told_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    make(tmp_path)
+    assert ("export: writing the artifacts" in screen.getvalue()) == terminal
+    assert bool(screen.getvalue()) == terminal

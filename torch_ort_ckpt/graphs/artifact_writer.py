@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from .artifacts import MODELS, Artifacts
 from .description import standard_opset
 from .gradients.clients import Client
 from .optimizer import optimizer_model
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,10 @@ def _nominal(state: CheckpointState) -> CheckpointState:
         return {name: torch.empty((), dtype=value.dtype, device="meta") for name, value in values.items()}
 
     return CheckpointState(trainable=empty(state.trainable), frozen=empty(state.frozen), nominal=True, format_version=state.format_version)
+
+
+def tell_terminal(text: str) -> None:
+    """Stages take seconds each: a line for each where somebody looks on, the log elsewhere."""
+    _log.info("%s", text)
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"export: {text}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..storage.paths import PathLike, as_path
-from .artifact_writer import Made, Target
+from .artifact_writer import Made, Target, tell_terminal
 from .artifacts import Artifacts, OptimizerSpec
 from .description import write_order
 from .gradients.clients import client_of
@@ -72,9 +72,9 @@ def export_artifacts(
     - `optimize`: write operators that ONNX Runtime runs faster (of a convolution's gradient, of pooling, of batch normalisation, ...),
       chosen by shape; with False, the plain graph that they must equal. ORT's builder has no such choice.
     - `overwrite`: replace artifacts that are already in `folder`.
-    - `progress`: called with a short text when a stage of the export begins.
+    - `progress`: called with a short text when a stage of the export begins; by default a line on a terminal, nothing elsewhere.
     """
-    tell = progress or (lambda text: _log.info("%s", text))
+    tell = progress or tell_terminal
     client = client_of(for_ort)
     target = Target(as_path(folder), client, prefix, nominal, overwrite)
     target.refuse_existing()

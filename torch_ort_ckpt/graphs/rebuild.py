@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from ..checkpoint.state import OptimizerSpec
 from ..errors import CheckpointError, MissingFileError
 from ..storage.paths import PathLike, as_path
-from .artifact_writer import Made, Target
+from .artifact_writer import Made, Target, tell_terminal
 from .artifacts import Artifacts
 from .description import ORDER
 from .gradients.clients import client_of
@@ -25,8 +24,6 @@ from .gradients.torch_builder import Gradients, build
 from .gradients.with_loss import output_names
 from .optimizer import optimizer_spec
 from .translation.constants import identifier
-
-_log = logging.getLogger(__name__)
 
 Sizes = Mapping[str, Mapping[int, str]]
 
@@ -65,7 +62,7 @@ def rebuild_artifacts(
     - `dynamic_shapes`: input -> {axis: name}; by default the dimensions that the graph leaves open.
     - The other arguments are those of `export_artifacts`.
     """
-    tell = progress or (lambda text: _log.info("%s", text))
+    tell = progress or tell_terminal
     client = client_of(for_ort)
     target = Target(as_path(out), client, prefix, nominal, overwrite)
     target.refuse_existing()
