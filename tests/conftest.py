@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "cuda": None if torch.cuda.is_available() else "needs a GPU",
         "lightning": None if importlib.util.find_spec("lightning") else "needs lightning",
         "huggingface": None if _found("transformers") and _found("accelerate") else "needs transformers and accelerate",
+        "executorch": None if _found("executorch") else "needs executorch (tox -e executorch)",
         "browser": None if find_chromium() else "needs chromium",
         "clients": None if os.environ.get("TOC_CLIENTS") else "takes long, installs packages: tox -e browser",
         "zoo": None if os.environ.get("TOC_ZOO") else "takes long: TOC_ZOO=1",

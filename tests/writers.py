@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+with contextlib.suppress(ImportError):  # not on Windows
+    import resource
+
 import torch_ort_ckpt as toc
 from torch_ort_ckpt.formats.ort import checkpoint as ort
 from torch_ort_ckpt.formats.ort import sidecar

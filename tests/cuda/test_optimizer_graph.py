@@ -12,6 +12,7 @@ from tests.cuda.test_streams import assert_same_training, inputs, train
 from tests.cuda_model.interface import Cuda
 from tests.models import exported
 from torch_ort_ckpt.engines.ort import graph_updates
+from torch_ort_ckpt.engines.ort.roles import Roles
 
 pytestmark = pytest.mark.ort
 
@@ -75,19 +76,11 @@ def test_tensors_on_another_gpu_are_refused(cuda: Cuda, sessions: list[Any]) -> 
 
 def test_an_empty_parameter_is_left_out(cuda: Cuda, sessions: list[Any]) -> None:
     made: list[int] = []
-    run = graph_updates._Roles(_Inputs(), lambda own: made.append(len(own)), torch.device("cuda", 0))
+    run = Roles(["params"], lambda own: made.append(len(own)), torch.device("cuda", 0))
     values = [torch.zeros(size, device="cuda") for size in (3, 0, 5)]
     update = graph_updates.Update(values, values, values, values, 1, 0.1, exported("mlp").optimizer_spec)
     run.of(run.addresses(update), update)
     assert set(made) == {2}
-
-
-class _Inputs:
-    def get_inputs(self) -> list[Any]:
-        class Value:
-            name = "params"
-
-        return [Value()]
 
 
 def test_without_sequences_the_default_is_pytorch_s_kernels(cuda: Cuda, sessions: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

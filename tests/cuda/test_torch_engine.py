@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 import torch_ort_ckpt as toc
 from tests.cuda_model.interface import Cuda
-from tests.engines.test_onnx_nodes import CASES, RUN, as_torch, assert_equal
+from tests.graphs.translation.test_onnx_nodes import CASES, RUN, as_torch, assert_equal
 from tests.models import batch, exported
 from torch_ort_ckpt.graphs.translation import translate
 

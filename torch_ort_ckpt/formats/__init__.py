@@ -245,7 +245,7 @@ def _found(path: PathLike, *, quiet: bool = False) -> Path:
     """Where the checkpoint at `path` is: there, in a folder whose save was interrupted, inside an entry of a checkpoint directory or a
     folder of artifacts, or under the other name of a safetensors file: the index of its shards, and the other way round."""
     place = surviving(path, quiet=quiet)
-    if place.is_dir() and (place / _INSIDE).is_file() and any((place / name).is_file() for name in _AROUND):
+    if os.path.isdir(place) and (place / _INSIDE).is_file() and any((place / name).is_file() for name in _AROUND):
         return place / _INSIDE
     text = os.fspath(place)
     is_index = text.lower().endswith(_INDEX)

@@ -86,11 +86,14 @@ class _Averager:
         self.shares, self.labels, self.pieces, self.progress, self.skip = shares, labels, pieces, progress, skip
         self.how, self.cut = how, _cut(how, trim, len(labels))
         self.bad: dict[int, str] = {}
+        self._results: dict[str, torch.Tensor] = {}
         self.disagreement: CheckpointError | None = None
 
     def state(self, states: list[CheckpointState]) -> CheckpointState:
         """Tensors only; what else there is, `_with_numbers` adds."""
         first = states[0]
+        # All results before any piece: made in turn with the pieces, they would leave holes in memory as large as themselves.
+        self._results = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in first.tensors() if not is_string(value)}
         result = CheckpointState(
             trainable=self.tensors([state.trainable for state in states], "trainable"),
             frozen=self.tensors([state.frozen for state in states], "frozen"),
@@ -120,7 +123,7 @@ class _Averager:
                 if not same_tensor(first, value):
                     self._disagree(label, name)
             return first.copy()
-        result = torch.empty(first.shape, dtype=first.dtype)
+        result = self._results.pop(name)
         flat, step = result.reshape(-1), _CHUNK if self.how == "mean" else max(_LEAST, _CHUNK // len(values))
         for start in range(0, flat.numel(), step):
             stop = min(start + step, flat.numel())

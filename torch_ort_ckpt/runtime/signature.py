@@ -68,7 +68,7 @@ def _parameters(names: Sequence[str]) -> list[inspect.Parameter]:
     """One for each input. A name that Python can't spell (`input.1`) is by position only, as are then all before it."""
     spelled, taken = list[str](), {"self"}
     for name in names:
-        word = re.sub(r"\W", "_", name)
+        word = re.sub(r"\W", "_", name, flags=re.ASCII)
         word = f"_{word}" if not word.isidentifier() or iskeyword(word) else word
         while word in taken:
             word += "_"

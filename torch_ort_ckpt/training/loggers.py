@@ -40,6 +40,7 @@ class TensorBoardLogger:
         self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -51,6 +52,7 @@ class TensorBoardLogger:
             self._writer.add_scalar(f"norms/{name}", torch.linalg.vector_norm(value).item(), step)
 
     def close(self) -> None:
+        """Write what is left, and end."""
         self._writer.close()
 
 
@@ -64,10 +66,12 @@ class CSVLogger:
             self._rows.writerow(["step", "name", "value"])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
         self._rows.writerows([step, name, repr(float(value))] for name, value in values.items())
         self._file.flush()
 
     def close(self) -> None:
+        """Write what is left, and end."""
         self._file.close()
 
 
@@ -78,11 +82,13 @@ class JSONLinesLogger:
         self._file = _opened(path)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
         finite = {name: value if abs(value) < float("inf") else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Write what is left, and end."""
         self._file.close()
 
 
@@ -97,10 +103,12 @@ class MLflowLogger:
         self.run_id: str = self._client.create_run(number, run_name=run_name).info.run_id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
         for name, value in values.items():
             self._client.log_metric(self.run_id, name, value, step=step)
 
     def close(self) -> None:
+        """Write what is left, and end."""
         self._client.set_terminated(self.run_id)
 
 
@@ -114,9 +122,11 @@ class WandbLogger:
         self._run: Any = _imported("wandb").init(project=project, mode=mode, dir=place, **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        """Write what is left, and end."""
         self._run.finish()
 
 

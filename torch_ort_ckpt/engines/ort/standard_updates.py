@@ -56,7 +56,8 @@ class StandardRun:
             if (found := self._bound_to(addresses, update)) is not None:
                 session, io, names = found
                 # Pinned memory is copied without a wait; PyTorch keeps it until the copy is done.
-                scalars = torch.tensor(self._values(update), dtype=torch.float32, pin_memory=True).to(self._device, non_blocking=True)
+                values = self._values(update)
+                scalars = torch.tensor(values, dtype=torch.float32, pin_memory=True).to(self._device, non_blocking=True)
                 self._bind_scalars(io, names, scalars.data_ptr())
                 session.run_with_iobinding(io, self._runs[id(session)].options())
         return True

@@ -41,6 +41,8 @@ class Captured:
     inputs: list[str]
     fixed: Mapping[str, StackSummary]
     """Sizes that were to stay open and became numbers: symbol -> where."""
+    required: Mapping[str, Mapping[int, str]] | None = None
+    """Input -> axes that must stay open; None for all that are."""
 
 
 @contextlib.contextmanager

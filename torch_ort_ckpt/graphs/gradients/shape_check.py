@@ -35,9 +35,13 @@ def compare_shapes(captured: Captured, before: Symbols, program: ExportedProgram
     after = [value.shape for value in _values(program)]
     if places is not None:
         after = [after[place] for place in places]
+    # A target's size that nobody asked for may become a number: that of the module's output.
+    asked = captured.required
+    named = zip(captured.inputs, before, strict=True)
+    wanted = {symbol for name, old in named for axis, symbol in enumerate(old) if asked is None or axis in asked.get(name, ())} - {None}
     for name, old, new in zip(captured.inputs, before, after, strict=True):
         for axis, (symbol, now) in enumerate(zip(old, new, strict=True)):
-            if symbol is not None and symbol_of(now) is None:
+            if symbol in wanted and symbol_of(now) is None:
                 raise UnsupportedError(
                     f"axis {axis} of input {name!r} is dynamic in the module, but became {now} when PyTorch made its gradients",
                     remedy="Leave that axis out of dynamic_shapes, or replace the operator that fixes it (often a pad or a Fourier "

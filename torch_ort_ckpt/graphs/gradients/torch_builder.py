@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def build(
         _log.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
         tell(f"frozen, because the loss does not depend on them: {', '.join(unused)}")
     tell("capturing the module")
-    captured = capture(wrapped, ordered, dynamic)
+    captured = dataclasses.replace(capture(wrapped, ordered, dynamic), required=required)
     sizes = check_captured(captured, dynamic, required)
     tell("building the gradient graph")
     program = joint(captured, optimize=optimize)

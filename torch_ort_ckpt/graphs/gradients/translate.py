@@ -19,6 +19,7 @@ from ...errors import MissingDependencyError, UnsupportedError
 from ..description import DETACHED, ONNX_ERRORS, PADDING, all_nodes
 from ..passes.identity_transpose import remove_identity_transposes
 from ..passes.pipelines import FASTER, apply
+from ..passes.sequence_splits import split_without_sequences
 from .capture import TRACING_ERRORS, quiet
 from .decompositions.onnx_operators import translations
 from .joint import Role
@@ -80,6 +81,7 @@ def translate(
     _rename(model, names)
     _widen_indices(model)
     _mark(model, padding)
+    split_without_sequences(model)
     remove_identity_transposes(model)  # ONNX Runtime takes any Transpose before a Gemm for one that swaps rows and columns
     if optimize:
         apply(model, FASTER)  # while the graph still declares the shapes of its values

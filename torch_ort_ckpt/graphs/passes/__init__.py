@@ -10,7 +10,7 @@ What else it needs comes after the model. Callers copy a model that must stay as
 - For running on ORT: `dimensions`, the ones for gradients again (other tools make artifacts too), `direct_gradients`, `direct_updates`,
   `unbiased_variance`, `label_guards`, `optimizer_flag`, `versions`.
 - For joint graphs made by PyTorch, to be faster: `max_pool_indices`, `transpose_pairs`, `kept_dimensions`, `matrix_products`,
-  `unused_nodes`. Always: `identity_transpose`.
+  `unused_nodes`. Always: `sequence_splits`, `identity_transpose`.
 - For other uses of an exported graph: `initializer_names`, `running_statistics`, `keep_outputs`.
 
 `pipelines.py` has the order; `rewriting.py`, `declared_shapes.py` and `onnx_ir_models.py` are the tools.

@@ -30,7 +30,7 @@ def update_model(spec: OptimizerSpec, sizes: Sequence[int], joined: int = JOINED
     results = {f"{state}{NEW}": shape for state, shape in states.items()}
     scalars = scalar_names(spec)
     unused = {scalars.rate} if spec.kind != "SGD" else set()
-    inputs: dict[str, tuple[int, ...]] = {name: () for name in dataclasses.astuple(scalars) if name and name not in unused}
+    inputs: dict[str, tuple[int, ...]] = {name: () for name in scalars.names if name not in unused}
     inputs |= states | given
     graph = Fragment({*inputs, *results})
     plain = dataclasses.replace(spec, max_norm=None)

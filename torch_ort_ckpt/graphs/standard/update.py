@@ -109,6 +109,10 @@ class Scalars:
     kind: int = TensorProto.FLOAT
 
     @property
+    def names(self) -> list[str]:
+        return [name for name in (self.rate, self.decay, self.factor, self.offset) if name]
+
+    @property
     def dtype(self) -> Any:
         return helper.tensor_dtype_to_np_dtype(self.kind)
 

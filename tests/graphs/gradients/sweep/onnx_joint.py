@@ -20,6 +20,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_ort_ckpt.graphs.gradients.decompositions import after_autograd, before_autograd, dropped, while_exporting
+from torch_ort_ckpt.graphs.gradients.decompositions.onnx_operators import translations
 
 from .case import Case
 
@@ -117,7 +118,9 @@ def to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, list[tuple[Outpu
     root.out_spec = pytree.tree_flatten(tuple(range(len(kinds))))[1]
     root.outputs = [spec.arg for spec in signature.output_specs]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=18, verbose=False)
+        made = torch.onnx.export(
+            program, dynamo=True, optimize=False, opset_version=18, verbose=False, custom_translation_table=translations()
+        )
     assert made is not None
     model = made.model_proto
     nodes = []
