@@ -54,8 +54,6 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Path, bool], Any]]] = {
         "training_model.onnx",
         lambda path, again: toc.export_artifacts(net(), (torch.randn(2, 4),), path.parent, exporter="torchscript", overwrite=again),
     ),
-    "export_executorch": ("model.pte", lambda path, again: toc.export_executorch(made_by_torch(), path, overwrite=again)),
-    "rebuild_artifacts": ("training_model.onnx", lambda path, again: toc.rebuild_artifacts(made_by_torch(), path.parent, overwrite=again)),
     "export_step_model": ("step_model.onnx", lambda path, again: toc.export_step_model(made_by_torch(), path.parent, overwrite=again)),
     "OrtModule.export_inference": (
         "inference.onnx",
@@ -73,8 +71,6 @@ MARKS = {"export_artifacts": [pytest.mark.ort], "export_executorch": [pytest.mar
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in FUNCTIONS])
 def test_a_function_replaces_a_file_only_when_asked(name: str, tmp_path: Path) -> None:
-    if name == "export_executorch":
-        pytest.importorskip("executorch")
     file, run = FUNCTIONS[name]
     path = tmp_path / file
     path.write_bytes(b"precious")

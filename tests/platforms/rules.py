@@ -223,8 +223,8 @@ def _in_use() -> set[tuple[int, int]]:
             if os.getsid(int(number)) != session:
                 continue
             for entry in os.scandir(f"/proc/{number}/fd"):
-                status = os.stat(entry.path)
-                if stat.S_ISREG(status.st_mode):
+                status = _status(entry.path)  # none if it was closed meanwhile
+                if status is not None and stat.S_ISREG(status.st_mode):
                     found.add((status.st_dev, status.st_ino))
             with open(f"/proc/{number}/maps") as lines:
                 for line in lines:

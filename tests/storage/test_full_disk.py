@@ -18,7 +18,7 @@ from tests.writers import run, save_on_small_disk, save_or_say_why, save_with_si
 
 pytestmark = pytest.mark.posix  # mounts, limits and rights of a POSIX system
 
-UNSHARE = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
+UNSHARE = ["unshare", "-m" if getattr(os, "geteuid", int)() == 0 else "-rm"]
 CAN_MOUNT = shutil.which("unshare") is not None and not subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]).returncode
 TO = pytest.mark.parametrize("external", [False, True], ids=["to single", "to pair"])
 
