@@ -157,3 +157,15 @@ def test_the_command_rebuilds_and_replaces_only_on_request(tmp_path: Path, capsy
     assert onnx.load(tmp_path / "out" / "training_model.onnx").ir_version <= 9
     assert main(["rebuild", source, str(tmp_path / "out")]) != 0
     assert "--overwrite" in capsys.readouterr().err
+
+
+def test_a_model_of_export_inference_is_fine_tuned(tmp_path: Path) -> None:
+    """Its outputs were extra outputs of a training graph, through which no gradient flows."""
+    toc.OrtModule(exported("mlp"), engine="torch").export_inference(tmp_path / "model.onnx", ["output"])
+    made = toc.rebuild_artifacts(tmp_path / "model.onnx", tmp_path / "made", loss="cross_entropy")
+    assert made.trainable == exported("mlp").trainable
+    found, native = toc.OrtModule(made, engine="torch"), module("mlp")
+    x, y = batch("mlp")
+    found(x, y).backward()
+    F.cross_entropy(native(x), y).backward()
+    torch.testing.assert_close(found.fc1.weight.grad, native.fc1.weight.grad)

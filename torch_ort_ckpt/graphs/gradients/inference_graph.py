@@ -17,7 +17,7 @@ from ...checkpoint.state import CheckpointState
 from ...errors import CheckpointError, UnsupportedError
 from ..artifacts import Artifacts
 from ..batch_norms import batch_norms
-from ..description import all_nodes, load_model
+from ..description import DETACHED, all_nodes, load_model
 from ..translation.constants import read_tensor
 
 _SETTINGS: dict[str, tuple[int, ...]] = {
@@ -45,6 +45,7 @@ def as_artifacts(path: Path) -> Artifacts:
     model = load_model(path, weights=True)
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
+    _attach_outputs(model)
     _constants_to_initializers(model)
     trainable, frozen = _weights(model)
     if not trainable:
@@ -66,6 +67,16 @@ def as_artifacts(path: Path) -> Artifacts:
     found = Artifacts(folder=path.parent, eval_path=path, _state=state)
     found.eval = model
     return found
+
+
+def _attach_outputs(model: onnx.ModelProto) -> None:
+    """Let gradients flow from the outputs: in a model of `export_inference` they are extra outputs of a training graph, which have none."""
+    wanted = {value.name for value in model.graph.output}
+    for node in reversed(model.graph.node):
+        if node.op_type == "Identity" and node.output[0] in wanted:
+            wanted.add(node.input[0])
+            if node.doc_string == DETACHED:
+                node.doc_string = ""
 
 
 def _weights(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
