@@ -1,1 +1,1 @@
-"""Glue for frameworks: Lightning. Imported only when asked for."""
+"""Glue for frameworks: Lightning, ExecuTorch. Imported only when asked for."""

@@ -1,4 +1,4 @@
-"""Bytes on disk: mapped or read buffers that tensors alias, and atomically written files."""
+"""Files that are written: through one class that writes everything or raises, and atomically."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ What else it needs comes after the model. Callers copy a model that must stay as
   `unused_nodes`. Always: `sequence_splits`, `identity_transpose`.
 - For other uses of an exported graph: `initializer_names`, `running_statistics`, `keep_outputs`.
 
-`pipelines.py` has the order; `rewriting.py`, `declared_shapes.py` and `onnx_ir_models.py` are the tools.
+`pipelines.py` has the order; `rewriting.py`, `declared_shapes.py`, `padding_amounts.py` and `onnx_ir_models.py` are the tools.
 
 To add one: a file here whose docstring says which graphs need it and why, its place in `pipelines.py`, its name in this list, and
 `tests/graphs/passes/test_<file>.py` with the smallest graph that needs it.
