@@ -55,6 +55,8 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Path, bool], Any]]] = {
         lambda path, again: toc.export_artifacts(net(), (torch.randn(2, 4),), path.parent, exporter="torchscript", overwrite=again),
     ),
     "export_step_model": ("step_model.onnx", lambda path, again: toc.export_step_model(made_by_torch(), path.parent, overwrite=again)),
+    "rebuild_artifacts": ("training_model.onnx", lambda path, again: toc.rebuild_artifacts(FOLDER, path.parent, overwrite=again)),
+    "export_executorch": ("model.pte", lambda path, again: toc.export_executorch(made_by_torch(), path, overwrite=again)),
     "OrtModule.export_inference": (
         "inference.onnx",
         lambda path, again: toc.OrtModule(FOLDER, engine="torch").export_inference(path, overwrite=again),

@@ -88,4 +88,5 @@ def tell_terminal(text: str) -> None:
     """Stages take seconds each: a line for each where somebody looks on, the log elsewhere."""
     _log.info("%s", text)
     if sys.stderr is not None and sys.stderr.isatty():
-        print(f"export: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"export: {text}\n")
+        sys.stderr.flush()
