@@ -25,9 +25,13 @@ def release_pages(*states: CheckpointState) -> None:
             buffer.release()
 
 
+def buffers_behind(state: CheckpointState) -> tuple[FileBuffer, ...]:
+    """The mapped or read files that the state's tensors alias."""
+    return tuple(state._buffers)
+
+
 def files_behind(state: CheckpointState) -> list[Path]:
-    """The files that the state's tensors alias."""
-    return [Path(buffer.path) for buffer in state._buffers]
+    return [Path(buffer.path) for buffer in buffers_behind(state)]
 
 
 def bytes_on_disk(state: CheckpointState) -> int | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, UnsupportedError
 from ..storage.files import warn
 from ..storage.tensors import memory_key
-from .names import NameMap, plain_name, transposed
+from .names import NameMap, of_module, plain_name, transposed
 from .state import DEFAULT_LR, CheckpointState, OptimizerGroup, OptimizerSpec, Value, alias_name, is_string
 from .training_graph import GraphOptimizer, TrainingGraph, unwrap
 
@@ -56,19 +56,7 @@ def to_state_dict(
     if include_mixed_precision:
         for name, alias in names.to_torch(state.mixed_precision).items():
             result[alias_name(name, alias)] = alias
-    return result if module is None else _of_module(result, module, {name for ort in state.trainable for name, _ in names.targets(ort)})
-
-
-def _of_module(tensors: dict[str, torch.Tensor], module: nn.Module, trained: set[str]) -> dict[str, torch.Tensor]:
-    """What the module has, under its own names (a wrapper's prefix included)."""
-    own = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
-    if lost := sorted(name for name in trained if name in tensors and name not in own):
-        raise CheckpointError(
-            f"the module has no {', '.join(lost[:5])}, which the checkpoint trained",
-            field=lost[0],
-            remedy="Pass names=toc.NameMap.match(state, module), or check that the module is the one that was exported.",
-        )
-    return {own[name]: value for name, value in tensors.items() if name in own}
+    return result if module is None else of_module(result, module, {name for ort in state.trainable for name, _ in names.targets(ort)})
 
 
 def weight_as(state: CheckpointState, name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

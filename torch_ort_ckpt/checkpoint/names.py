@@ -124,6 +124,18 @@ def plain_name(name: str) -> str:
     return name
 
 
+def of_module(tensors: dict[str, torch.Tensor], module: nn.Module, trained: set[str]) -> dict[str, torch.Tensor]:
+    """What the module has, under its own names (a wrapper's prefix included)."""
+    own = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
+    if lost := sorted(name for name in trained if name in tensors and name not in own):
+        raise CheckpointError(
+            f"the module has no {', '.join(lost[:5])}, which the checkpoint trained",
+            field=lost[0],
+            remedy="Pass names=toc.NameMap.match(state, module), or check that the module is the one that was exported.",
+        )
+    return {own[name]: value for name, value in tensors.items() if name in own}
+
+
 class _Matcher:
     """The three rounds of `NameMap.match`; each matches what it can and leaves the rest to the next."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.backing import buffers_behind
 from ..checkpoint.state import CheckpointState, OptimizerGroup, Value, nbytes
 from ..storage.buffers import FileBuffer, read_range
 
@@ -39,7 +40,7 @@ class Pieces:
 
     def without_files(self, state: CheckpointState) -> CheckpointState:
         """The same state with its large tensors on the meta device; `read` gets their values from the files."""
-        buffers = [(torch.frombuffer(buffer.data, dtype=torch.uint8).data_ptr(), buffer) for buffer in state._buffers if buffer.size]
+        buffers = [(torch.frombuffer(buffer.data, dtype=torch.uint8).data_ptr(), buffer) for buffer in buffers_behind(state) if buffer.size]
 
         def lean(values: Mapping[str, Value]) -> dict[str, Value]:
             return {name: self._lean(value, buffers) for name, value in values.items()}
